@@ -1,0 +1,42 @@
+# Everything needs only `make` and a Python >= 3.11 (PYTHON=... to choose one); the rest is installed into .venv.
+PYTHON ?= python3
+# Processes pytest runs side by side; each uses one thread.
+JOBS ?= 2
+# More arguments for the demo, e.g. make demo DEMO="--steps 200 --compare"
+DEMO ?=
+# More arguments for pytest, e.g. make test-fast TESTS="tests/test_spec.py -x"
+TESTS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test test-fast lint bench clean
+
+# torch first and by its exact version: an open range may fetch another build of several GB.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	touch $(STAMP)
+
+.venv: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_tp.py $(DEMO)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-fast: $(STAMP)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not processes" $(TESTS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache
