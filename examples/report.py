@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from train_tp import Job, Record
 
@@ -51,13 +53,16 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def largest_difference(records: list[Record], single: Record) -> float:
+    """Between the losses of any of `records` and `single`'s; NaN when there is one among them."""
+    losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
+    return float((losses - torch.tensor(single.losses, dtype=torch.float64)).abs().max())
+
+
 def print_report(job: Job, sharded: list[Record], single: Record, other: list[Record] | None, tolerance: float) -> bool:
     """Print everything; whether the losses of `sharded` on all ranks, and of `other`, agree with `single`'s."""
     runs = {f"{job.ranks} ranks": sharded, **({"torch's DTensor": other} if other else {}), "one process": [single]}
-    differences = {
-        name: max(abs(a - b) for record in records for a, b in zip(record.losses, single.losses))
-        for name, records in runs.items()
-    }
+    differences = {name: largest_difference(records, single) for name, records in runs.items()}
 
     print(f"\nLoss, mesh dp={job.mesh[0]} x tp={job.mesh[1]}, {job.dtype}")
     shown = sorted({0, *range(job.steps // 10 - 1, job.steps, max(1, job.steps // 10)), job.steps - 1} - {-1})
