@@ -1,0 +1,414 @@
+"""Communicators: the collectives of one mesh axis (or of several flattened into one).
+
+Positions count along the axis in mesh order, whatever the rank numbers are. The base class checks the
+arguments, answers for axes of size 1 and for meta tensors without communicating, and leaves the rest to
+three implementations: `comm_c10d` (process groups), `comm_simulated` (ranks that are threads) and
+`comm_fake` (shapes only). Every call is at most one collective; results are new tensors, inputs are never
+written to, and shapes may be uneven, empty or 0-d. None of it is differentiable: autograd is a layer above.
+
+Meaning of the reductions, the same everywhere:
+
+    sum, product      in the tensor's dtype; of booleans: or, and
+    avg               sum / size; of integers truncated toward zero, of booleans: and
+    max, min          NaN wins, as in torch.maximum
+    band, bor, bxor   integers and booleans
+    norm<p>           (sum of x**p) ** (1/p), the norm of non-negative parts; norm0 is their sum
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Generic, Literal, TypeVar, overload
+
+import torch
+
+from dtensor.placement import REDUCE_OPS, Partial
+
+__all__ = ["Communicator", "Observer", "Pending", "observers", "reduce_tensors"]
+
+T = TypeVar("T")
+Shape = Sequence[int]
+Observer = Callable[[str, tuple[int, ...], int, int], None]
+
+
+class _Observers(threading.local):
+    """A list of callables, one list a thread: `f(kind, ranks, received_elements, itemsize)`.
+
+    Simulated and fake communicators call each of them once a collective; `kind` is all_reduce, all_gather,
+    reduce_scatter, all_to_all, broadcast, scatter (or, for a user's own calls on a simulated group, gather,
+    send or recv). Process groups do not call them: their collectives are seen by a TorchDispatchMode.
+    """
+
+    def __init__(self) -> None:
+        self._list: list[Observer] = []
+
+    def append(self, observer: Observer) -> None:
+        """Add `observer`; added twice it is called twice."""
+        self._list.append(observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Take `observer` off, the last one added first. Raises ValueError where it is not there."""
+        for i in range(len(self._list) - 1, -1, -1):
+            if self._list[i] == observer:
+                del self._list[i]
+                return
+        raise ValueError(f"{observer!r} is not among the observers of this thread")
+
+    def __iter__(self) -> Iterator[Observer]:
+        return iter(tuple(self._list))
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    def report(self, kind: str, ranks: tuple[int, ...], received: int, itemsize: int) -> None:
+        """Tell every observer of this thread of one collective."""
+        for observer in tuple(self._list):
+            observer(kind, ranks, received, itemsize)
+
+
+observers = _Observers()
+
+
+class Pending(Generic[T]):
+    """A collective under way. `wait()` gives its result, the same object each time."""
+
+    __slots__ = ("_finish", "_raw", "_value")
+
+    def __init__(
+        self, value: T | None = None, finish: Callable[[], T] | None = None, raw: torch.Tensor | None = None
+    ) -> None:
+        self._value = value
+        self._finish = finish
+        self._raw = raw
+
+    def wait(self) -> T:
+        """Wait for the collective and return its result."""
+        if self._finish is not None:
+            self._value = self._finish()
+            self._finish = self._raw = None
+        return self._value  # type: ignore[return-value]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The result as a tensor that waits when it is first used.
+
+        On process groups an `AsyncCollectiveTensor` where the collective's output is the result; the
+        finished result where there is something left to compute, and in simulated and fake worlds.
+        """
+        if self._raw is not None:
+            from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+            raw, self._raw = self._raw, None
+            self._value = AsyncCollectiveTensor(raw)  # type: ignore[assignment]
+            self._finish = self._value.wait  # type: ignore[union-attr]
+            return self._value  # type: ignore[return-value]
+        if self._finish is not None and type(self._value).__name__ == "AsyncCollectiveTensor":
+            return self._value  # type: ignore[return-value]
+        value = self.wait()
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"this collective gives a {type(value).__name__} of tensors: use wait()")
+        return value
+
+
+def _check_op(op: str) -> float | None:
+    """p of `norm<p>`, None for another known reduction. Raises ValueError for an unknown one."""
+    if op in REDUCE_OPS:
+        return None
+    return Partial(op).norm
+
+
+def check_reduction(op: str, dtype: torch.dtype) -> float | None:
+    """p of `norm<p>`, else None. Raises ValueError for an unknown `op`, TypeError where `dtype` has no such one."""
+    p = _check_op(op)
+    if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"reduction {op!r} is for integers and booleans, got {dtype}")
+    if op in ("max", "min") and dtype.is_complex:
+        raise TypeError(f"reduction {op!r} has no meaning for complex numbers, got {dtype}")
+    if p is not None and not dtype.is_floating_point:
+        raise TypeError(f"reduction {op!r} is for real floating point numbers, got {dtype}")
+    return p
+
+
+_PAIRWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
+    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+}  # fmt: skip
+_BOOL = {"sum": "bor", "max": "bor", "avg": "band", "product": "band", "min": "band"}
+_NARROW = frozenset(
+    d for d in (getattr(torch, n, None) for n in dir(torch) if n.startswith("float8")) if isinstance(d, torch.dtype)
+)
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """What reducing `tensors` (equal shapes and dtypes, one a position) gives: a new tensor of that dtype.
+
+    The definition that every communicator follows; floating point sums are taken in position order.
+    Raises ValueError for an unknown `op`, TypeError for a dtype that has no such reduction.
+    """
+    first = tensors[0]
+    dtype = first.dtype
+    p = check_reduction(op, dtype)
+    if len(tensors) == 1:
+        return first.clone(memory_format=torch.contiguous_format)
+    if dtype in _NARROW:
+        return reduce_tensors([t.to(torch.float32) for t in tensors], op).to(dtype)
+    if dtype in _WIDER:
+        return reduce_tensors([t.to(_WIDER[dtype]) for t in tensors], op).to(dtype)
+    if p:
+        return reduce_tensors([t**p for t in tensors], "sum") ** (1 / p)
+    name = "sum" if p == 0 else _BOOL.get(op, op) if dtype == torch.bool else op
+    pairwise = _PAIRWISE[name]
+    total = pairwise(first, tensors[1]).contiguous()
+    for t in tensors[2:]:
+        total = pairwise(total, t, out=total)  # type: ignore[call-arg]
+    if name == "avg":
+        if dtype.is_floating_point or dtype.is_complex:
+            total /= len(tensors)
+        else:
+            total = torch.div(total, len(tensors), rounding_mode="trunc")
+    return total
+
+
+class Communicator(ABC):
+    """The collectives of this rank's group along one axis.
+
+    `size` positions, this rank's own position `rank`, and the `ranks` (global, in mesh order) at them.
+    All methods must be called by all ranks of the group, in one order.
+    """
+
+    __slots__ = ("rank", "ranks", "size")
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = rank
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
+        return f"{type(self).__name__}(ranks=({shown}), rank={self.rank})"
+
+    @overload
+    def all_reduce(self, x: torch.Tensor, op: str = ..., *, async_op: Literal[False] = ...) -> torch.Tensor: ...
+    @overload
+    def all_reduce(self, x: torch.Tensor, op: str = ..., *, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]: ...
+
+    def all_reduce(
+        self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False
+    ) -> torch.Tensor | Pending[torch.Tensor]:
+        """Reduce `x` (one shape and dtype on all positions) with `op`: a new tensor, equal on all positions."""
+        if self.size == 1 or x.device.type == "meta":
+            check_reduction(op, x.dtype)
+            return _done(_copy(x), async_op)
+        pending = self._all_reduce(x.detach() if x.requires_grad else x, op)
+        return pending if async_op else pending.wait()
+
+    @overload
+    def all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], *, async_op: Literal[False] = ...
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], *, async_op: bool
+    ) -> list[torch.Tensor] | Pending[list[torch.Tensor]]: ...
+
+    def all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], *, async_op: bool = False
+    ) -> list[torch.Tensor] | Pending[list[torch.Tensor]]:
+        """Every position's `x`, in order. `shapes[i]` is the shape of position i's, known to all positions."""
+        self._count("all_gather", "shapes", shapes)
+        self._own("all_gather", "x", x.shape, shapes[self.rank])
+        if self.size == 1:
+            return _done([_copy(x)], async_op)
+        if x.device.type == "meta":
+            return _done([x.new_empty(tuple(s)) for s in shapes], async_op)
+        pending = self._all_gather(x.detach() if x.requires_grad else x, shapes)
+        return pending if async_op else pending.wait()
+
+    @overload
+    def reduce_scatter(
+        self, parts: Sequence[torch.Tensor], op: str = ..., *, async_op: Literal[False] = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, parts: Sequence[torch.Tensor], op: str = ..., *, async_op: bool
+    ) -> torch.Tensor | Pending[torch.Tensor]: ...
+
+    def reduce_scatter(
+        self, parts: Sequence[torch.Tensor], op: str = "sum", *, async_op: bool = False
+    ) -> torch.Tensor | Pending[torch.Tensor]:
+        """The reduction, over the positions, of their `parts[self.rank]`.
+
+        `parts[i]` has one shape on all positions; shapes may differ between the i.
+        """
+        self._count("reduce_scatter", "parts", parts)
+        if self.size == 1 or parts[0].device.type == "meta":
+            check_reduction(op, parts[0].dtype)
+            return _done(_copy(parts[self.rank]), async_op)
+        pending = self._reduce_scatter(_plain(parts), op)
+        return pending if async_op else pending.wait()
+
+    @overload
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], *, async_op: Literal[False] = ...
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], *, async_op: bool
+    ) -> list[torch.Tensor] | Pending[list[torch.Tensor]]: ...
+
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], *, async_op: bool = False
+    ) -> list[torch.Tensor] | Pending[list[torch.Tensor]]:
+        """Send `parts[i]` to position i; `shapes[i]` is the shape of what comes from position i, in order."""
+        self._count("all_to_all", "parts", parts)
+        self._count("all_to_all", "shapes", shapes)
+        self._own("all_to_all", "parts[rank]", parts[self.rank].shape, shapes[self.rank])
+        if self.size == 1:
+            return _done([_copy(parts[0])], async_op)
+        if parts[0].device.type == "meta":
+            return _done([parts[0].new_empty(tuple(s)) for s in shapes], async_op)
+        pending = self._all_to_all(_plain(parts), shapes)
+        return pending if async_op else pending.wait()
+
+    @overload
+    def broadcast(self, x: torch.Tensor, src: int = ..., *, async_op: Literal[False] = ...) -> torch.Tensor: ...
+    @overload
+    def broadcast(
+        self, x: torch.Tensor, src: int = ..., *, async_op: bool
+    ) -> torch.Tensor | Pending[torch.Tensor]: ...
+
+    def broadcast(
+        self, x: torch.Tensor, src: int = 0, *, async_op: bool = False
+    ) -> torch.Tensor | Pending[torch.Tensor]:
+        """A new tensor with position `src`'s `x`. Elsewhere `x` tells shape and dtype only."""
+        self._position("broadcast", src)
+        if self.size == 1 or x.device.type == "meta":
+            return _done(_copy(x), async_op)
+        pending = self._broadcast(x.detach() if x.requires_grad else x, src)
+        return pending if async_op else pending.wait()
+
+    @overload
+    def scatter(
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int = ...,
+        *,
+        shapes: Sequence[Shape] | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def scatter(
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int = ...,
+        *,
+        shapes: Sequence[Shape] | None = ...,
+        async_op: bool,
+    ) -> torch.Tensor | Pending[torch.Tensor]: ...
+
+    def scatter(
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int = 0,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        async_op: bool = False,
+    ) -> torch.Tensor | Pending[torch.Tensor]:
+        """Position `src`'s `parts[self.rank]`. `parts` is used on `src` only; `like` has my part's shape and dtype.
+
+        With `shapes` (those of all parts, on all positions) process groups use one scatter, padded where the
+        parts are uneven; without, an all-to-all in which only `src` sends, because no other position can know
+        whether the parts are even.
+        """
+        self._position("scatter", src)
+        if shapes is not None:
+            self._count("scatter", "shapes", shapes)
+            self._own("scatter", "like", like.shape, shapes[self.rank])
+        if src == self.rank:
+            if parts is None:
+                raise ValueError(f"scatter: position {src} is the source and must give parts, got None")
+            self._count("scatter", "parts", parts)
+            self._own("scatter", "parts[rank]", parts[self.rank].shape, like.shape)
+        if self.size == 1 and parts is not None:
+            return _done(_copy(parts[0]), async_op)
+        if like.device.type == "meta":
+            return _done(_copy(like), async_op)
+        pending = self._scatter(_plain(parts) if parts is not None and src == self.rank else None, like, src, shapes)
+        return pending if async_op else pending.wait()
+
+    @abstractmethod
+    def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]
+    ) -> Pending[list[torch.Tensor]]: ...
+
+    @abstractmethod
+    def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]: ...
+
+    @abstractmethod
+    def _scatter(
+        self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, shapes: Sequence[Shape] | None
+    ) -> Pending[torch.Tensor]: ...
+
+    def _count(self, call: str, name: str, values: Sequence[object]) -> None:
+        if len(values) != self.size:
+            raise ValueError(f"{call}: {name} must have one entry a position, {self.size}, got {len(values)}")
+
+    def _own(self, call: str, name: str, got: Shape, expected: Shape) -> None:
+        if tuple(got) != tuple(expected):
+            raise ValueError(
+                f"{call}: {name} at position {self.rank} has shape {tuple(got)}, but {tuple(expected)} was announced"
+            )
+
+    def _position(self, call: str, src: int) -> None:
+        if not 0 <= src < self.size:
+            raise ValueError(f"{call}: src is a position, 0 to {self.size - 1}, got {src}")
+
+
+def received(kind: str, size: int, own: int, shapes: Sequence[Shape] | int) -> int:
+    """Elements that a position receives in one collective.
+
+    `shapes`: for all_gather and all_to_all the shapes that arrive, of which `own` is this position's;
+    otherwise the element count of the result. A ring all-reduce receives 2n(k-1)/k, a reduce-scatter (k-1) times
+    its result, the source of a broadcast or scatter nothing.
+    """
+    if not isinstance(shapes, int):
+        return sum(prod(s) for i, s in enumerate(shapes) if i != own)
+    if kind == "all_reduce":
+        return 2 * shapes * (size - 1) // size
+    if kind == "reduce_scatter":
+        return shapes * (size - 1)
+    return shapes
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _plain(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [p.detach() for p in parts] if any(p.requires_grad for p in parts) else parts
+
+
+@overload
+def _done(value: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]: ...
+@overload
+def _done(value: list[torch.Tensor], async_op: bool) -> list[torch.Tensor] | Pending[list[torch.Tensor]]: ...
+
+
+def _done(value: object, async_op: bool) -> object:
+    return Pending(value) if async_op else value

@@ -1,0 +1,381 @@
+"""Communicators over the process groups of `torch.distributed`, and the table of those groups.
+
+Each call is one collective that goes through torch's dispatcher, so dispatch modes see it. What a backend
+cannot carry is carried as something else of the same width (bool as uint8, int16 as the bits of float16);
+what it cannot reduce, or reduces differently than `dtensor.comm.reduce_tensors` says, is encoded first or
+gathered and reduced here:
+
+    max, min of floats   as integers of the same order in which NaN is the extreme: gloo and NCCL may drop NaN
+    sum of booleans      as max of uint8
+    complex              sums as pairs of reals, products gathered
+    bit operations       native on gloo, gathered on NCCL
+
+A process group sorts its ranks, a mesh need not: `_order[i]` is the group rank of position i.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtensor.comm import Communicator, Pending, Shape, check_reduction, reduce_tensors
+
+__all__ = ["C10dCommunicator", "GroupTable", "group_table"]
+
+_F = torch.ops._c10d_functional
+_wait: Callable[[torch.Tensor], torch.Tensor] = _F.wait_tensor.default
+_Step = Callable[[torch.Tensor], torch.Tensor]
+
+# dtypes that backends do not carry, and what they are carried as: the same bits, the same number of elements
+_CARRIER = {
+    torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    torch.complex32: torch.int32, torch.complex64: torch.int64, torch.bool: torch.uint8,
+}  # fmt: skip
+_CARRIER |= {
+    d: torch.uint8 for n in dir(torch) if n.startswith("float8") and isinstance(d := getattr(torch, n), torch.dtype)
+}
+# dtypes that backends do not reduce, and what they are converted to first
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_WIDER |= {d: torch.float32 for d, c in _CARRIER.items() if c == torch.uint8 and d != torch.bool}
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a contiguous 1-D tensor of a dtype that every backend carries (complex128: pairs of reals)."""
+    if x.is_conj():
+        x = x.resolve_conj()
+    if x.is_neg():
+        x = x.resolve_neg()
+    x = x.reshape(-1)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if x.dtype == torch.complex128:
+        return torch.view_as_real(x).view(-1)
+    carrier = _CARRIER.get(x.dtype)
+    return x if carrier is None else x.view(carrier)
+
+
+def _width(dtype: torch.dtype) -> int:
+    """Elements of the carrier for one element of `dtype`."""
+    return 2 if dtype == torch.complex128 else 1
+
+
+def _unflat(flat: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    """A view of `flat`, as `_flat` made it, as a tensor of `shape` and `dtype`."""
+    if dtype == torch.complex128:
+        return torch.view_as_complex(flat.view(-1, 2)).view(tuple(shape))
+    return (flat if flat.dtype == dtype else flat.view(dtype)).view(tuple(shape))
+
+
+def _pad(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    if flat.numel() == numel:
+        return flat
+    return torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+class _Reduction(NamedTuple):
+    """How a backend reduces: `encode`, reduce with the backend's `wire` op, `decode`. `wire` None: gather instead."""
+
+    wire: str | None
+    encode: _Step | None = None
+    decode: _Step | None = None
+
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _ordered(op: str, dtype: torch.dtype) -> _Reduction:
+    """max or min of floats by integers of the same order, NaN beyond the infinity that `op` looks for."""
+    wide = dtype if dtype in _BITS else torch.float32
+    bits = _BITS[wide]
+    mask, nan = torch.iinfo(bits).max, torch.iinfo(bits).max if op == "max" else torch.iinfo(bits).min
+
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        b = x.to(wide).contiguous().view(bits)
+        return torch.where(b < 0, b ^ mask, b).masked_fill_(x.isnan(), nan)
+
+    def decode(b: torch.Tensor) -> torch.Tensor:
+        return torch.where(b < 0, b ^ mask, b).view(wide).to(dtype)
+
+    return _Reduction(op, encode, decode)
+
+
+@functools.cache
+def _reduction(op: str, dtype: torch.dtype, size: int, native_bits: bool) -> _Reduction:
+    """How a group of `size` reduces `dtype` with `op`. Raises as `check_reduction` does."""
+    p = check_reduction(op, dtype)
+    if op in ("band", "bor", "bxor") and not native_bits and dtype != torch.bool:
+        return _Reduction(None)
+    if dtype == torch.bool:
+        return _bool_reduction(op)
+    if dtype in _WIDER:
+        wide = _WIDER[dtype]
+        inner = _reduction(op, wide, size, native_bits)
+        enc, dec = inner.encode, inner.decode
+        return _Reduction(
+            inner.wire,
+            (lambda x: enc(x.to(wide))) if enc else (lambda x: x.to(wide)),
+            (lambda x: dec(x).to(dtype)) if dec else (lambda x: x.to(dtype)),
+        )
+    if dtype == torch.uint64:
+        return _Reduction(None)
+    if dtype.is_complex:
+        if op not in ("sum", "avg") or dtype == torch.complex32:
+            return _Reduction(None)
+        return _Reduction(op, lambda x: torch.view_as_real(x.resolve_conj()), torch.view_as_complex)
+    if p is not None:
+        if p == 0:
+            return _Reduction("sum")
+        return _Reduction("sum", lambda x: x**p, lambda x: x ** (1 / p))
+    if dtype.is_floating_point:
+        return _ordered(op, dtype) if op in ("max", "min") else _Reduction(op)
+    if op == "avg":
+        return _Reduction("sum", None, lambda x: torch.div(x, size, rounding_mode="trunc"))
+    return _Reduction(op)
+
+
+def _bool_reduction(op: str) -> _Reduction:
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(torch.uint8)
+
+    if op == "bxor":
+        return _Reduction("sum", encode, lambda x: (x & 1).view(torch.bool))  # parity survives uint8's wrap-around
+    return _Reduction("max" if op in ("sum", "max", "bor") else "min", encode, lambda x: x.view(torch.bool))
+
+
+class C10dCommunicator(Communicator):
+    """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order."""
+
+    __slots__ = ("_bits", "_name", "_order", "group")
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
+        super().__init__(ranks, rank)
+        self.group = group
+        self._name: str = group.group_name
+        place = {r: i for i, r in enumerate(c10d.get_process_group_ranks(group))}
+        if set(place) != set(self.ranks):
+            raise ValueError(f"the group holds ranks {sorted(place)}, but the axis is over {sorted(self.ranks)}")
+        order = [place[r] for r in self.ranks]
+        self._order: list[int] | None = None if order == sorted(order) else order
+        self._bits = "nccl" not in c10d.get_backend_config(group)
+
+    def _by_group_rank(self, values: Sequence[Any]) -> Sequence[Any]:
+        """`values`, one a position, in the order of the group's ranks."""
+        if self._order is None:
+            return values
+        out: list[Any] = [None] * self.size
+        for i, g in enumerate(self._order):
+            out[g] = values[i]
+        return out
+
+    def _place(self, position: int) -> int:
+        return position if self._order is None else self._order[position]
+
+    def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+        how = _reduction(op, x.dtype, self.size, self._bits)
+        if how.wire is None:
+            gathered = self._all_gather(x, [tuple(x.shape)] * self.size)
+            return Pending(finish=lambda: reduce_tensors(gathered.wait(), op))
+        sent = x if how.encode is None else how.encode(x)
+        raw = _F.all_reduce.default(sent.contiguous(), how.wire, self._name)
+        decode = how.decode
+        if decode is None:
+            return Pending(finish=lambda: _wait(raw), raw=raw)
+        return Pending(finish=lambda: decode(_wait(raw)))
+
+    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+        dtype, width = x.dtype, _width(x.dtype)
+        numels = [prod(s) * width for s in shapes]
+        most = max(numels)
+        raw = _F.all_gather_into_tensor.default(_pad(_flat(x), most), self.size, self._name)
+
+        def finish() -> list[torch.Tensor]:
+            got = _wait(raw)
+            return [
+                _unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)
+            ]
+
+        return Pending(finish=finish)
+
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
+        own = parts[self.rank]
+        dtype, shape = own.dtype, own.shape
+        how = _reduction(op, dtype, self.size, self._bits)
+        if how.wire is None:
+            received = self._all_to_all(parts, [tuple(shape)] * self.size)
+            return Pending(finish=lambda: reduce_tensors(received.wait(), op))
+        encode, decode = how.encode, how.decode
+        flats = [p.reshape(-1) for p in parts]
+        if encode is not None:
+            flats = [encode(f) for f in flats]
+        wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
+        flats = [f.reshape(-1) for f in flats]
+        most = max(f.numel() for f in flats)
+        sent = torch.cat([_pad(f, most) for f in self._by_group_rank(flats)])
+        raw = _F.reduce_scatter_tensor.default(sent, how.wire, self.size, self._name)
+
+        def finish() -> torch.Tensor:
+            got = _wait(raw).narrow(0, 0, numel).view(wire_shape)
+            return (got if decode is None else decode(got)).view(shape)
+
+        return Pending(finish=finish)
+
+    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+        dtype = parts[0].dtype
+        flats = [_flat(p) for p in self._by_group_rank(parts)]
+        return self._exchange(torch.cat(flats), [f.numel() for f in flats], dtype, shapes)
+
+    def _exchange(
+        self, sent: torch.Tensor, out_splits: list[int], dtype: torch.dtype, shapes: Sequence[Shape]
+    ) -> Pending[list[torch.Tensor]]:
+        """One all-to-all of a flat buffer. `out_splits` by group rank, `shapes` by position."""
+        width = _width(dtype)
+        splits = [prod(s) * width for s in self._by_group_rank(shapes)]
+        raw = _F.all_to_all_single.default(sent, splits, out_splits, self._name)
+        starts = [0, *accumulate(splits)]
+
+        def finish() -> list[torch.Tensor]:
+            got = _wait(raw)
+            places = [self._place(i) for i in range(self.size)]
+            return [_unflat(got.narrow(0, starts[g], splits[g]), dtype, shapes[i]) for i, g in enumerate(places)]
+
+        return Pending(finish=finish)
+
+    def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]:
+        dtype, shape = x.dtype, x.shape
+        raw = _F.broadcast.default(_flat(x), self._place(src), self._name)
+        return Pending(finish=lambda: _unflat(_wait(raw), dtype, shape))
+
+    def _scatter(
+        self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, shapes: Sequence[Shape] | None
+    ) -> Pending[torch.Tensor]:
+        dtype, shape = like.dtype, like.shape
+        flats = None if parts is None else [_flat(p) for p in self._by_group_rank(parts)]
+        if shapes is None:
+            sizes = [0] * self.size if flats is None else [f.numel() for f in flats]
+            sent = _flat(like).new_empty(0) if flats is None else torch.cat(flats)
+            arriving: list[Shape] = [(0,)] * self.size
+            arriving[src] = tuple(shape)
+            pending = self._exchange(sent, sizes, dtype, arriving)
+            return Pending(finish=lambda: pending.wait()[src])
+        most = max(prod(s) for s in shapes) * _width(dtype)
+        out = _flat(like).new_empty(most)
+        sent_parts = [] if flats is None else [[_pad(f, most) for f in flats]]
+        options = dist.ScatterOptions()
+        options.rootRank = self._place(src)
+        options.asyncOp = True
+        work = self.group.scatter([out], sent_parts, options)
+        numel = prod(shape) * _width(dtype)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return _unflat(out.narrow(0, 0, numel), dtype, shape)
+
+        return Pending(finish=finish)
+
+
+class GroupTable:
+    """The process groups of meshes, each made once for its set of ranks, by its members only.
+
+    A group's name holds its ranks and how many groups of these ranks came before, so members agree on
+    it whatever other groups they are in, and ranks outside need not take part. Where the default group is
+    bound to a device (eager NCCL), torch splits it instead, which all ranks of the world must do together.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._count: dict[tuple[int, ...], int] = {}
+
+    def get(
+        self, ranks: Sequence[int], device_type: str, backend: str | None = None, options: object = None
+    ) -> dist.ProcessGroup:
+        """The group of `ranks`, which this rank is one of. With `options` always a new group."""
+        default = c10d._get_default_group()
+        members = tuple(sorted(ranks))
+        backend = backend or self._backend(default, device_type)
+        plain = backend == c10d._world.pg_map[default][0] and options is None
+        if plain and len(members) == default.size():
+            return default
+        key = (members, backend)
+        known = self._made.get(key) if options is None else None
+        if known is not None and known in c10d._world.pg_map:
+            return known
+        group = self._make(members, backend, options)
+        if options is None:
+            self._made[key] = group
+        return group
+
+    @staticmethod
+    def _backend(default: dist.ProcessGroup, device_type: str) -> str:
+        """The default group's backend, or the device's own where that one cannot serve it."""
+        backend = str(c10d._world.pg_map[default][0])
+        usual = dist.Backend.default_device_backend_map.get(device_type)
+        if usual is not None and {backend, usual} == {"gloo", "nccl"}:
+            return usual
+        return backend
+
+    @staticmethod
+    def all_must_call() -> bool:
+        """True where making a group takes all ranks of the world, its members or not."""
+        return c10d._get_default_group().bound_device_id is not None
+
+    def make_all(
+        self, groups: Sequence[Sequence[int]], device_type: str, backend: str | None = None, options: object = None
+    ) -> None:
+        """Make all of `groups`, in order, where all ranks of the world must take part: each calls this alike."""
+        default = c10d._get_default_group()
+        backend = backend or self._backend(default, device_type)
+        for ranks in groups:
+            members = tuple(sorted(ranks))
+            if len(members) == 1 or (members, backend) in self._made:
+                continue
+            if len(members) == default.size() and backend == c10d._world.pg_map[default][0] and options is None:
+                continue
+            self._made[members, backend] = self._make(members, backend, options)
+
+    def _make(self, members: tuple[int, ...], backend: str, options: object) -> dist.ProcessGroup:
+        default = c10d._get_default_group()
+        timeout = getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.Backend(backend))
+        if default.bound_device_id is not None:
+            made = dist.new_group(list(members), timeout, backend, options)
+            return cast(dist.ProcessGroup, made)
+        before = self._count.get(members, 0)
+        self._count[members] = before + 1
+        return _new_group(members, f"dtensor:{'_'.join(map(str, members))}:{before}", backend, options, timeout)
+
+
+def _new_group(
+    members: tuple[int, ...], name: str, backend: str, options: object, timeout: timedelta
+) -> dist.ProcessGroup:
+    """`dist.new_group` by a name of our own; only the members call it."""
+    default = c10d._get_default_group()
+    store = c10d._world.pg_map[default][1]
+    group, _ = c10d._new_process_group_helper(
+        len(members), members.index(default.rank()), list(members), dist.Backend(backend), store,
+        c10d.GroupName(name), backend_options=options, timeout=timeout, group_desc="mesh",
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
+    return cast(dist.ProcessGroup, group)
+
+
+_tables: list[tuple[weakref.ref[dist.ProcessGroup], GroupTable]] = []
+
+
+def group_table() -> GroupTable:
+    """The table of the current default group. Raises ValueError where torch.distributed is not initialised."""
+    default = c10d._get_default_group()
+    for ref, table in _tables:
+        if ref() is default:
+            return table
+    _tables[:] = [(r, t) for r, t in _tables if r() is not None]
+    table = GroupTable()
+    _tables.append((weakref.ref(default), table))
+    return table

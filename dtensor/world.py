@@ -1,0 +1,90 @@
+"""Who this rank is.
+
+There are three kinds of worlds, and user code does not see which one it runs in:
+
+    c10d        one process a rank, the default group of `torch.distributed` (gloo, NCCL, torch's fake)
+    simulated   one thread a rank, all in one process (`dtensor.simulate`)
+    fake        one rank of a world of any size that does not exist (`dtensor.simulate.fake_world`)
+
+Simulated and fake worlds are entered per thread and may be nested; where none is entered, the world
+is that of `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch.distributed as dist
+
+__all__ = ["World", "WorldKind", "current_world", "entered", "fresh_identity"]
+
+WorldKind = Literal["c10d", "simulated", "fake"]
+
+_serial = itertools.count()
+
+
+class World:
+    """One rank's view of its world.
+
+    `rank` in 0..size-1, `kind` as in the module's table, `identity` a hashable token that two ranks of
+    one world share and that no other world has. Worlds that are not c10d derive a class from this one
+    that also makes communicators.
+    """
+
+    __slots__ = ("identity", "kind", "rank", "size")
+
+    def __init__(self, kind: WorldKind, rank: int, size: int, identity: Hashable) -> None:
+        self.kind: WorldKind = kind
+        self.rank = rank
+        self.size = size
+        self.identity = identity
+
+    def __repr__(self) -> str:
+        return f"World({self.kind!r}, rank={self.rank}, size={self.size})"
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[World] = []
+
+
+_entered = _Entered()
+
+
+def fresh_identity(kind: WorldKind) -> tuple[str, int]:
+    """A token for a new world of `kind`, never given out before in this process."""
+    return kind, next(_serial)
+
+
+@contextmanager
+def entered(world: World) -> Iterator[World]:
+    """Make `world` the current one of this thread inside the `with`."""
+    _entered.stack.append(world)
+    try:
+        yield world
+    finally:
+        _entered.stack.pop()
+
+
+def current_world() -> World:
+    """This rank's world: the innermost one entered on this thread, else that of `torch.distributed`.
+
+    Raises RuntimeError where there is neither.
+    """
+    if _entered.stack:
+        return _entered.stack[-1]
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "There is no world: torch.distributed is not initialised. Call torch.distributed.init_process_group(), "
+            "or run the function on simulated ranks: dtensor.simulate(4)(fn)"
+        )
+    return World("c10d", dist.get_rank(), dist.get_world_size(), "c10d")
+
+
+def has_world() -> bool:
+    """True where `current_world()` has an answer."""
+    return bool(_entered.stack) or dist.is_initialized()
