@@ -1,0 +1,23 @@
+"""shardwright: a DTensor engine on torch.
+
+    from dtensor import DTensor, Shard, Replicate, Partial, distribute_tensor, init_device_mesh
+
+The names are those of `torch.distributed.tensor` and `torch.distributed.device_mesh`. See docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from dtensor.api import distribute_tensor
+from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.factory import empty, full, ones, rand, randn, zeros
+from dtensor.module import distribute_module
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, _StridedShard
+from dtensor.simulate import simulate
+from dtensor.spec import Spec
+from dtensor.tensor import DTensor
+
+__all__ = [
+    "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard", "_StridedShard",
+    "debug", "distribute_module", "distribute_tensor", "empty", "experimental", "full", "init_device_mesh", "ones",
+    "rand", "randn", "simulate", "zeros",
+]  # fmt: skip

@@ -1,0 +1,407 @@
+"""The hot path: from an op on DTensors to local work, by way of a cached plan.
+
+    key = (specs of the tensors, static arguments)  per op      hit ──▶ plan(local arguments)
+                                                                miss ─▶ rule ▶ decision ▶ plan, cached
+
+A hit walks the arguments once: it collects the key and the local arguments together, looks the plan up and
+calls it. Everything that needs thought happens on a miss. A plan is bound to this rank: which inputs move and
+how, which static arguments are replaced by local ones, which local function runs, the specs of the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dtensor import random as rng
+from dtensor.kernel import KernelContext
+from dtensor.propagate import Decision
+from dtensor.registry import Call, Entry, lookup, on_clear, op_name
+from dtensor.reshard_run import redistribute_local
+from dtensor.spec import Spec
+
+__all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "special", "strict_views"]
+
+MAX_PLANS = 65536
+"""Plans kept over all ops; the oldest op tables are dropped beyond."""
+
+Op = torch._ops.OpOverload
+
+
+class MovedSpec(Spec):
+    """Spec of a view that had to move data: `base` was at `version` then. Never interned, never cached."""
+
+    __slots__ = ("base", "version")
+    base: Any
+    version: int
+
+    @classmethod
+    def of(cls, spec: Spec, base: Any) -> MovedSpec:
+        """`spec`, marked."""
+        made = cls._new(spec.mesh, spec.placements, tuple(spec.shape), spec.stride, spec.dtype)
+        if not isinstance(made, MovedSpec):
+            raise TypeError("MovedSpec was made as another class")
+        made.base, made.version = base, _version(base)
+        return made
+
+    def settled(self) -> Spec:
+        """The ordinary spec of the same value."""
+        return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
+
+def _version(t: torch.Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+class OpInfo:
+    """What dispatch knows about one overload, made at its first use."""
+
+    __slots__ = (
+        "entry", "func", "is_view", "kind", "name", "plans", "run", "special", "tensor_outs", "value_args",
+        "value_names", "written",
+    )  # fmt: skip
+
+    def __init__(self, func: Op) -> None:
+        schema = func._schema
+        self.func, self.name, self.run = func, op_name(func), func._op
+        self.entry: Entry | None = lookup(func)
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.special = _specials.get(self.name)
+        args = schema.arguments
+        self.written = tuple(a.name for a in args if a.alias_info is not None and a.alias_info.is_write)
+        self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
+        packet = self.name.split(".")[1]
+        self.kind = (
+            "foreach" if packet.startswith(("_foreach_", "_fused_", "_amp_foreach"))
+            else "out" if any(a.is_out for a in args)
+            else "plain"
+        )  # fmt: skip
+        values = self.entry.values if self.entry else frozenset()
+        number = lambda a: "*" in values and str(a.type) in ("number", "Optional[number]", "float", "Optional[float]")  # noqa: E731
+        self.value_names = frozenset(a.name for a in args if a.name in values or number(a))
+        self.value_args = frozenset(i for i, a in enumerate(args) if a.name in self.value_names)
+        self.tensor_outs = len(schema.returns)
+
+
+_ops: dict[int, OpInfo] = {}
+_specials: dict[str, Callable[..., Any]] = {}
+_n_plans = 0
+_flags = threading.local()
+_DTensor: Any = None
+_new: Callable[..., Any]
+
+
+def bind(cls: Any, new: Callable[..., Any]) -> None:
+    """Told by `dtensor.tensor` which class wraps results, and how."""
+    global _DTensor, _new
+    _DTensor, _new = cls, new
+
+
+def special(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function that handles these ops as a whole: f(args, kwargs) -> result."""
+
+    def deco(f: Callable[..., Any]) -> Callable[..., Any]:
+        for n in names:
+            _specials[n] = f
+        return f
+
+    return deco
+
+
+def _clear() -> None:
+    global _n_plans
+    _ops.clear()
+    _n_plans = 0
+
+
+on_clear(_clear)
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, plain tensors next to DTensors count as replicated on every axis. Nests; per thread."""
+    before = getattr(_flags, "implicit", False)
+    _flags.implicit = True
+    try:
+        yield
+    finally:
+        _flags.implicit = before
+
+
+@contextlib.contextmanager
+def strict_views() -> Iterator[None]:
+    """Inside, a view that would have to move data raises LayoutError instead."""
+    before = getattr(_flags, "strict_views", False)
+    _flags.strict_views = True
+    try:
+        yield
+    finally:
+        _flags.strict_views = before
+
+
+# ------------------------------------------------------------ the hit
+def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on arguments with at least one DTensor."""
+    info = _ops.get(id(func))
+    if info is None:
+        info = _ops[id(func)] = OpInfo(func)
+    if info.special is not None:
+        return info.special(args, kwargs)
+    D = _DTensor
+    key: list[Any] = []
+    local: list[Any] = []
+    values = info.value_args
+    for i, a in enumerate(args):
+        t = type(a)
+        if t is D:
+            key.append(a._spec)
+            local.append(a._local_tensor)
+        elif t is int:
+            key.append(t if i in values else a)
+            local.append(a)
+        elif t is list or t is tuple:
+            part: list[Any] = []
+            key.append(len(a))
+            for x in a:
+                if type(x) is D:
+                    key.append(x._spec)
+                    part.append(x._local_tensor)
+                else:
+                    if isinstance(x, torch.Tensor):
+                        return _with_plain(info, args, kwargs)
+                    key.append(type(x) if i in values else x)
+                    if type(x) is not int:
+                        key.append(type(x))
+                    part.append(x)
+            local.append(part)
+        elif t is float or t is bool:
+            key.append(t)
+            if i not in values:
+                key.append(a)
+            local.append(a)
+        elif isinstance(a, torch.Tensor):
+            return _with_plain(info, args, kwargs)
+        else:
+            key.append(t if i in values else a)
+            local.append(a)
+    named = kwargs
+    if kwargs:
+        named = {}
+        for name, a in kwargs.items():
+            t = type(a)
+            key.append(name)
+            if t is D:
+                key.append(a._spec)
+                named[name] = a._local_tensor
+            elif isinstance(a, torch.Tensor):
+                return _with_plain(info, args, kwargs)
+            elif t is list or t is tuple:
+                key.append(tuple(x._spec if type(x) is D else x for x in a))
+                named[name] = [x._local_tensor if type(x) is D else x for x in a]
+                if any(isinstance(x, torch.Tensor) and type(x) is not D for x in a):
+                    return _with_plain(info, args, kwargs)
+            elif name == "generator":
+                named[name] = a
+            else:
+                key.append(t)
+                if name not in info.value_names:
+                    key.append(a)
+                named[name] = a
+    plan = info.plans.get(tuple(key))
+    if plan is not None:
+        return plan.execute(local, named, args)
+    return _miss(info, tuple(key), local, named, args, kwargs)
+
+
+# ------------------------------------------------------------ plans
+class Plan:
+    """A decision bound to this rank. `execute(local, kwargs, args)` runs it."""
+
+    __slots__ = ("call", "decision", "execute", "inplace", "kernel", "moves", "out", "overrides", "places", "run", "seed")
+
+    def __init__(self, info: OpInfo, call: Call, decision: Decision, structure: str, arg_names: Sequence[str]) -> None:
+        self.call, self.decision, self.run = call, decision, info.run
+        self.kernel = decision.kernel
+        self.moves = tuple(
+            (i, s, d) for i, (s, d) in enumerate(zip(call.inputs, decision.inputs, strict=True)) if s is not d
+        )
+        self.places = _places(call, arg_names)
+        given = decision.rule.localize(decision.inputs, decision.outputs) if decision.rule.localize else {}
+        self.overrides = {n: v for n, v in given.items()}
+        outs = decision.outputs
+        self.out: Any = outs[0] if structure == "one" else outs
+        self.inplace = bool(info.written)
+        self.seed = info.entry is not None and info.entry.random
+        outside = call.inputs[0].mesh.coord is None
+        simple = not (self.moves or self.overrides or self.kernel or self.inplace or self.seed or outside)
+        if outside:
+            self.execute = self._outside
+        elif simple and structure == "one":
+            self.execute = _simple_one(self.run, outs[0])
+        elif simple and structure != "none":
+            self.execute = _simple_many(self.run, outs, list if structure == "list" else tuple)
+        elif self.inplace and not (self.moves or self.overrides or self.kernel or self.seed) and structure == "one":
+            self.execute = _simple_inplace(self.run)
+        else:
+            self.execute = self._general(structure)
+
+    def local_inputs(self, local: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The local arguments after the moves and with static arguments made local."""
+        if self.moves or self.overrides:
+            local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
+            for i, src, dst in self.moves:
+                at, sub = self.places[i]
+                box: Any = local if isinstance(at, int) else named
+                if sub is None:
+                    box[at] = redistribute_local(box[at], src, dst)
+                else:
+                    box[at][sub] = redistribute_local(box[at][sub], src, dst)
+            for name, value in self.overrides.items():
+                at = self.call_position(name)
+                if at < len(local):
+                    local[at] = value
+                else:
+                    named[name] = value
+        return local, named
+
+    def call_position(self, name: str) -> int:
+        """Position of argument `name` in the schema."""
+        return next(
+            (i for i, a in enumerate(self.call.op._schema.arguments) if a.name == name and not a.kwarg_only), 1 << 30
+        )
+
+    def compute(self, local: list[Any], named: dict[str, Any]) -> Any:
+        """Moves, then the local op or kernel: local results."""
+        local, named = self.local_inputs(local, named)
+        if self.kernel is not None:
+            run: Callable[[], Any] = lambda: self.kernel.run(self._context(local, named))  # type: ignore[union-attr]  # noqa: E731
+        else:
+            run = lambda: self.run(*local, **named)  # noqa: E731
+        if not self.seed:
+            return run()
+        spec = next((s for s in self.decision.outputs if s is not None), self.decision.inputs[0])
+        at, sub = self.places[0]
+        box: Any = local[at] if isinstance(at, int) else named[at]
+        first = box if sub is None else box[sub]
+        generator = named.get("generator")
+        if isinstance(generator, torch.Generator):
+            return rng.run_seeded(run, spec, generator, first.device)
+        generator = next((a for a in local if isinstance(a, torch.Generator)), None)
+        return rng.run_seeded(run, spec, generator, first.device)
+
+    def _context(self, local: list[Any], named: dict[str, Any]) -> KernelContext:
+        arguments: dict[str, Any] = {a.name: a.default_value for a in self.call.op._schema.arguments}
+        arguments.update(zip((a.name for a in self.call.op._schema.arguments), local, strict=False))
+        arguments.update(named)
+        inputs = []
+        for at, sub in self.places:
+            box = local[at] if isinstance(at, int) else named[at]
+            inputs.append(box if sub is None else box[sub])
+        d = self.decision
+        return KernelContext(self.call, d.kernel_axes, d.kernel_factors, inputs, d.inputs, d.outputs, arguments)
+
+    def _general(self, structure: str) -> Callable[..., Any]:
+        new, outs = _new, self.decision.outputs
+        view = _aliases(self.call.op)
+        moved_view = view and bool(self.moves)
+
+        def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+            got = self.compute(local, named)
+            if self.inplace:
+                return args[0] if structure == "one" else None
+            if structure == "none":
+                return got
+            base = args[0] if moved_view else None
+            if structure == "one":
+                return new(_DTensor, got, outs[0] if base is None else MovedSpec.of(outs[0], base), requires_grad=False)
+            made = [
+                None if s is None else new(_DTensor, g, s if base is None else MovedSpec.of(s, base), requires_grad=False)
+                for g, s in zip(got, outs, strict=True)
+            ]
+            return made if structure == "list" else tuple(made)
+
+        return execute
+
+    def _outside(self, local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        """A rank outside the mesh computes nothing and gets empty shards."""
+        if self.inplace:
+            return args[0]
+        made = [
+            None if s is None else _new(_DTensor, torch.zeros(s.local_shape, dtype=s.dtype), s, requires_grad=False)
+            for s in self.decision.outputs
+        ]
+        return made[0] if isinstance(self.out, Spec) else made
+
+
+def _simple_one(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any]:
+    new, D = _new, _DTensor
+
+    def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        return new(D, run(*local, **named) if named else run(*local), spec, requires_grad=False)
+
+    return execute
+
+
+def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: type) -> Callable[..., Any]:
+    new, D = _new, _DTensor
+
+    def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        got = run(*local, **named)
+        return kind([
+            None if s is None else new(D, g, s, requires_grad=False) for g, s in zip(got, specs, strict=True)
+        ])  # fmt: skip
+
+    return execute
+
+
+def _simple_inplace(run: Callable[..., Any]) -> Callable[..., Any]:
+    def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        run(*local, **named)
+        return args[0]
+
+    return execute
+
+
+def _aliases(op: Op) -> bool:
+    returns = op._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _places(call: Call, arg_names: Sequence[str]) -> tuple[tuple[Any, int | None], ...]:
+    """Per input where it sits among the arguments: position (or name) and position in a list."""
+    out: list[tuple[Any, int | None]] = []
+    for name in call.names:
+        base, _, sub = name.partition(".")
+        at: Any = arg_names.index(base) if base in arg_names else base
+        out.append((at, int(sub) if sub else None))
+    return tuple(out)
+
+
+# ------------------------------------------------------------ the miss
+def _unbound(*_: Any) -> Any:
+    raise RuntimeError("dtensor.dispatch is used before dtensor.tensor was imported")
+
+
+_miss: Callable[..., Any] = _unbound
+_with_plain: Callable[..., Any] = _unbound
+
+
+def bind_miss(miss: Callable[..., Any], with_plain: Callable[..., Any]) -> None:
+    """Told by `dtensor.dispatch_miss` what to do on a miss and with plain tensors among the arguments."""
+    global _miss, _with_plain
+    _miss, _with_plain = miss, with_plain
+
+
+def store(info: OpInfo, key: tuple[Any, ...], plan: Plan) -> None:
+    """Cache a plan; the tables are dropped as a whole when they have grown too large."""
+    global _n_plans
+    if _n_plans >= MAX_PLANS:
+        for other in _ops.values():
+            other.plans.clear()
+        _n_plans = 0
+    info.plans[key] = plan
+    _n_plans += 1

@@ -1,0 +1,132 @@
+"""Ops on lists of tensors that work element by element: `_foreach_*` and `_fused_*`.
+
+Every element is decided like the op it stands for (equal elements once), the inputs that have to move are
+moved, and the list op runs once on the local lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtensor import dispatch as hot
+from dtensor.dispatch import OpInfo
+from dtensor.dispatch_miss import common_mesh, make_call, notice, output_metas, replicated_rule
+from dtensor.errors import LayoutError, explain_error
+from dtensor.propagate import Decision, decide
+from dtensor.registry import Call, Entry, find, flat_inputs
+from dtensor.reshard_run import redistribute_local
+from dtensor.spec import Spec, TensorMeta
+
+__all__ = ["miss_lists"]
+
+
+class ListPlan:
+    """A plan for a list op: which elements of which argument move, then one local call."""
+
+    __slots__ = ("execute",)
+
+    def __init__(
+        self, info: OpInfo, moves: Sequence[tuple[Any, int | None, Spec, Spec]], outs: Sequence[Spec | None]
+    ) -> None:
+        run, new, D = info.run, hot._new, hot._DTensor
+        returns = bool(info.func._schema.returns) and not info.written
+
+        def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+            if moves:
+                local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
+                for at, i, src, dst in moves:
+                    box: Any = local if isinstance(at, int) else named
+                    if i is None:
+                        box[at] = redistribute_local(box[at], src, dst)
+                    else:
+                        box[at][i] = redistribute_local(box[at][i], src, dst)
+            got = run(*local, **named)
+            if not returns:
+                return args[0] if info.func._schema.returns else None
+            return [None if s is None else new(D, g, s, requires_grad=False) for g, s in zip(got, outs, strict=True)]
+
+        self.execute: Callable[..., Any] = execute
+
+
+def base_entry(info: OpInfo) -> Entry | None:
+    """The entry of the op that the list op applies to each element."""
+    if info.entry is not None:
+        return info.entry
+    packet = info.name.split(".")[1].rstrip("_").removeprefix("_foreach_")
+    for name in (f"aten.{packet}.Tensor", f"aten.{packet}.default", f"aten.{packet}.Scalar"):
+        entry = find(name)
+        if entry is not None:
+            return entry
+    base = getattr(torch.ops.aten, packet, None)
+    if base is not None and any(torch.Tag.pointwise in getattr(base, o).tags for o in base.overloads()):
+        return find("aten.<pointwise>")
+    return None
+
+
+def miss_lists(
+    info: OpInfo, key: tuple[Any, ...], local: list[Any], named: dict[str, Any], args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """First call of a list op with this key."""
+    mesh = common_mesh(info, args, kwargs)
+    metas = output_metas(info.func, args, kwargs)
+    outs: tuple[TensorMeta | None, ...] = () if metas is None or info.written else metas[1]
+    whole = make_call(info.func, args, kwargs, outs)
+    params = info.func._schema.arguments
+    lists = [a.name for a in params if isinstance(whole[a.name], (list, tuple)) and str(a.type).startswith("List[")]
+    count = max((len(whole[n]) for n in lists), default=0)
+    positions = {a.name: i for i, a in enumerate(params[: len(args)])}
+    entry = base_entry(info)
+    moves: list[tuple[Any, int | None, Spec, Spec]] = []
+    results: list[Spec | None] = []
+    decided: dict[tuple[Any, ...], Decision] = {}
+    for i in range(count):
+        call = _element(whole, lists, i, outs)
+        what = (call.inputs, call.names, call.outputs)
+        decision = decided.get(what)
+        if decision is None:
+            decision = decided[what] = _decide(info, entry, call, mesh)
+        for name, src, dst in zip(call.names, call.inputs, decision.inputs, strict=True):
+            if src is not dst:
+                if name not in lists:
+                    raise LayoutError(
+                        f"{info.name}: argument {name!r} is shared by all elements and must be replicated, got {src}"
+                    )
+                moves.append((positions.get(name, name), i, src, dst))
+        results += decision.outputs
+    plan = ListPlan(info, moves, results)
+    result = plan.execute(local, named, args)
+    hot.store(info, key, plan)  # type: ignore[arg-type]
+    return result
+
+
+def _element(whole: Call, lists: Sequence[str], i: int, outs: Sequence[TensorMeta | None]) -> Call:
+    arguments: dict[str, Any] = dict(whole.arguments)
+    for name in lists:
+        values = arguments[name]
+        arguments[name] = values[i] if i < len(values) else None
+    inputs, names = flat_inputs(list(arguments.items()))
+    return Call(whole.op, arguments, inputs, names, (outs[i],) if outs else ())
+
+
+def _decide(info: OpInfo, entry: Entry | None, call: Call, mesh: Any) -> Decision:
+    rule = entry.build(call) if entry is not None else None
+    if rule is None:
+        notice(info, call)
+        rule = replicated_rule(call)
+    keep = {call.names.index(n): -1 for n in info.written if n in call.names}
+    decision = decide(info.name, rule, call.inputs, call.outputs, mesh, keep)
+    if decision is None:
+        raise LayoutError(
+            explain_error(
+                info.name, ", ".join(map(str, call.inputs)),
+                "an in-place op cannot change the layout of the tensors it writes, and no strategy keeps them",
+                "redistribute the other tensors or the targets to the same layout first",
+            )
+        )  # fmt: skip
+    return decision
+
+

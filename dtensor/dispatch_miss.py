@@ -1,0 +1,439 @@
+"""What dispatch does at the first call of a kind: check, find the rule, decide, make the plan.
+
+All checks come before anything is moved or written, and read global facts only, so a refusal is the same on
+every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor import dispatch as hot
+from dtensor.device_mesh import DeviceMesh
+from dtensor.dispatch import MovedSpec, Op, OpInfo, Plan
+from dtensor.errors import LayoutError, MeshError, MixedTensorError, NoRuleError, explain_error
+from dtensor.factors import Rule
+from dtensor.placement import Replicate
+from dtensor.propagate import Decision, decide
+from dtensor.registry import Call, Entry, flat_inputs
+from dtensor.spec import Spec, TensorMeta
+
+__all__ = ["make_call", "miss", "output_metas", "replicated_rule", "rule_of"]
+
+log = logging.getLogger("dtensor")
+_noticed: set[str] = set()
+
+
+def _is(x: object) -> bool:
+    return isinstance(x, hot._DTensor)
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, (list, tuple)):
+            yield from a
+        else:
+            yield a
+
+
+def _map(f: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `f` to every argument, and to the items of lists."""
+    one = lambda a: [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)  # noqa: E731
+    return tuple(one(a) for a in args), {k: one(v) for k, v in kwargs.items()}
+
+
+def layouts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments in short: layout strings for DTensors, values for the rest."""
+
+    def show(a: Any) -> str:
+        if _is(a):
+            return str(a._spec)
+        if isinstance(a, torch.Tensor):
+            return f"plain {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+        if isinstance(a, (list, tuple)):
+            return "[" + ", ".join(show(x) for x in a) + "]"
+        return repr(a)
+
+    return ", ".join([show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()])
+
+
+# ------------------------------------------------------------ plain tensors
+def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with plain tensors among DTensors: one-element ones and, if asked, all count as replicated."""
+    mesh = common_mesh(info, args, kwargs)
+    implicit = getattr(hot._flags, "implicit", False)
+    schema = info.func._schema.arguments
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and not _is(a):
+            if not implicit and a.numel() != 1:
+                raise MixedTensorError(
+                    explain_error(
+                        f"{info.name}", layouts(args, kwargs),
+                        "got mixed torch.Tensor and DTensor; every tensor of one operation must be a DTensor",
+                        "distribute_tensor(x, mesh, placements) for the plain tensor, "
+                        "or run inside dtensor.experimental.implicit_replication()",
+                    )
+                )  # fmt: skip
+            spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, a.shape, a.stride(), a.dtype)
+            return hot._new(hot._DTensor, a, spec, requires_grad=False)
+        if type(a) is not hot._DTensor and _is(a):
+            return hot._new(hot._DTensor, a._local_tensor, a._spec, requires_grad=False)
+        return a
+
+    given = [*zip((x.name for x in schema), args, strict=False), *kwargs.items()]
+    for name, a in given:
+        if name in info.written and isinstance(a, torch.Tensor) and not _is(a):
+            raise MixedTensorError(
+                explain_error(
+                    info.name, layouts(args, kwargs), f"argument {name!r}, which is written, is a plain tensor",
+                    "write into a DTensor, or use x.full_tensor() / x.to_local() for the other arguments",
+                )
+            )  # fmt: skip
+    new_args, new_kwargs = _map(convert, args, kwargs)
+    result = hot.dispatch(info.func, new_args, new_kwargs)
+    if info.written and info.func._schema.returns:
+        return args[0]
+    return result
+
+
+def common_mesh(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh of all DTensor arguments. MeshError when there are two."""
+    mesh: DeviceMesh | None = None
+    for a in _flat(args, kwargs):
+        if _is(a):
+            if mesh is None:
+                mesh = a._spec.mesh
+            elif a._spec.mesh is not mesh and a._spec.mesh != mesh:
+                raise MeshError(
+                    explain_error(
+                        info.name, layouts(args, kwargs) + f"; meshes {mesh} and {a._spec.mesh}",
+                        "all DTensors of one operation must live on the same mesh",
+                        "bring one over: distribute_tensor(x.full_tensor(), mesh, placements)",
+                    )
+                )  # fmt: skip
+    if mesh is None:
+        raise LayoutError(f"{info.name}: no DTensor among the arguments")
+    return mesh
+
+
+# ------------------------------------------------------------ the miss
+def miss(
+    info: OpInfo, key: tuple[Any, ...], local: list[Any], named: dict[str, Any], args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """First call with this key: checks, decision, plan; runs it and caches it."""
+    if any(_is(a) and isinstance(a._spec, MovedSpec) for a in _flat(args, kwargs)):
+        return _settle(info, args, kwargs)
+    common_mesh(info, args, kwargs)
+    if info.kind == "out":
+        return _out(info, args, kwargs)
+    if torch.Tag.inplace_view in info.func.tags:
+        return _inplace_view(info, args, kwargs)
+    if info.kind == "foreach":
+        from dtensor.dispatch_lists import miss_lists
+
+        return miss_lists(info, key, local, named, args, kwargs)
+    metas = output_metas(info.func, args, kwargs)
+    if metas is None:
+        return run_replicated(info, args, kwargs)
+    structure, outs = metas
+    call = make_call(info.func, args, kwargs, outs)
+    rule = rule_of(info.entry, call)
+    if rule is None:
+        done = _decompose(info, args, kwargs)
+        if done is not NotImplemented:
+            return done
+        if not info.name.startswith(("aten.", "prims.")):
+            raise NoRuleError(
+                explain_error(
+                    info.name, layouts(args, kwargs), "the operator has no sharding rule",
+                    f"register one: dtensor.experimental.register_sharding(torch.ops.{info.name})",
+                )
+            )  # fmt: skip
+        notice(info, call)
+        rule = replicated_rule(call)
+    keep = _kept(info, call)
+    if keep:
+        check_written(info, call, outs)
+    decision = decide(info.name, rule, call.inputs, outs, call.inputs[0].mesh, keep)
+    if decision is None:
+        raise _cannot_keep(info, args, kwargs)
+    _check_view(info, call, decision, args, kwargs)
+    names = [a.name for a in info.func._schema.arguments][: len(args)]
+    plan = Plan(info, call, decision, structure, names)
+    result = plan.execute(local, named, args)
+    if not info.written:
+        check_locals(decision, result)
+    hot.store(info, key, plan)
+    return result
+
+
+def _check_view(info: OpInfo, call: Call, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if info.is_view and getattr(hot._flags, "strict_views", False):
+        for given, wanted in zip(call.inputs, decision.inputs, strict=True):
+            if given is not wanted:
+                raise LayoutError(
+                    explain_error(
+                        info.name, layouts(args, kwargs),
+                        f"this view cannot be expressed on the shards: its input would have to move to {wanted}",
+                        f"x.redistribute(placements={list(wanted.placements)}) first, or use reshape(), which may copy",
+                    )
+                )  # fmt: skip
+
+
+def check_locals(decision: Decision, result: Any) -> None:
+    """The local results have the shapes and dtypes that the decision promises: an error of ours otherwise."""
+    many = result if isinstance(result, (list, tuple)) else [result]
+    for t, spec in zip(many, decision.outputs, strict=False):
+        if spec is None or not _is(t):
+            continue
+        got = t._local_tensor
+        if got.shape != spec.local_shape or got.dtype != spec.dtype:
+            raise LayoutError(
+                f"{decision.op}: the rule promised a local {spec.dtype} of {list(spec.local_shape)} for {spec}, "
+                f"the local op gave {got.dtype} of {list(got.shape)}; this is a fault of the rule.\n  {decision}"
+            )
+
+
+def make_call(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[TensorMeta | None]) -> Call:
+    """The call with specs in the tensors' places and defaults filled in."""
+    spec = lambda a: a._spec if _is(a) else a  # noqa: E731
+    sa, sk = _map(spec, args, kwargs)
+    arguments: dict[str, Any] = {}
+    for i, a in enumerate(func._schema.arguments):
+        arguments[a.name] = sa[i] if i < len(sa) else sk.get(a.name, a.default_value)
+    inputs, names = flat_inputs(list(arguments.items()))
+    return Call(func, arguments, inputs, names, tuple(outs))
+
+
+def output_metas(
+    func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, tuple[TensorMeta | None, ...]] | None:
+    """Structure ("one", "tuple", "list", "none") and global metadata of the outputs; None if not known before running.
+
+    The op runs on meta tensors of the global shapes, so its own shape errors reach the user as they are.
+    """
+
+    def meta(a: Any) -> Any:
+        if _is(a):
+            s = a._spec
+            return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")
+        return None if isinstance(a, torch.Generator) else a
+
+    margs, mkwargs = _map(meta, args, kwargs)
+    params = func._schema.arguments
+    if any(a.name == "device" for a in params):
+        at = next((i for i, a in enumerate(params) if a.name == "device" and not a.kwarg_only), len(margs))
+        if at < len(margs):
+            margs = (*margs[:at], torch.device("meta"), *margs[at + 1 :])
+        else:
+            mkwargs["device"] = torch.device("meta")
+        mkwargs.pop("pin_memory", None)
+    try:
+        got = func(*margs, **mkwargs)
+    except NotImplementedError:
+        return None
+    except RuntimeError as e:
+        if type(e).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
+            return None
+        raise
+    if got is None:
+        return "none", ()
+    if isinstance(got, torch.Tensor):
+        return "one", (_meta_of(got),)
+    if isinstance(got, (list, tuple)) and all(t is None or isinstance(t, torch.Tensor) for t in got):
+        if not got:
+            return "none", ()
+        return "list" if isinstance(got, list) else "tuple", tuple(None if t is None else _meta_of(t) for t in got)
+    return None
+
+
+def _meta_of(t: torch.Tensor) -> TensorMeta:
+    return TensorMeta(t.shape, tuple(t.stride()), t.dtype)
+
+
+def rule_of(entry: Entry | None, call: Call) -> Rule | None:
+    """The rule that the entry builds for this call."""
+    return None if entry is None else entry.build(call)
+
+
+def replicated_rule(call: Call) -> Rule:
+    """The rule of an op about which nothing is known: all inputs and outputs replicated."""
+    return Rule(
+        tuple(((),) * s.ndim for s in call.inputs),
+        tuple(() if m is None else ((),) * len(m.shape) for m in call.outputs),
+        (),
+    )
+
+
+def notice(info: OpInfo, call: Call) -> None:
+    """Say once per op that it runs replicated, when that moves anything."""
+    if info.name not in _noticed and not all(s.is_replicated() for s in call.inputs):
+        _noticed.add(info.name)
+        total = sum(s.numel * s.dtype.itemsize for s in call.inputs if not s.is_replicated())
+        log.warning("%s has no sharding rule and runs replicated; its inputs (%d bytes) are gathered", info.name, total)
+
+
+def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op whose output shapes depend on the data: every rank gathers the inputs and computes the same."""
+    first = next(a for a in _flat(args, kwargs) if _is(a))
+    mesh = first._spec.mesh
+    if info.written and not all(a._spec.is_replicated() for a in _flat(args, kwargs) if _is(a)):
+        raise _cannot_keep(info, args, kwargs)
+    if not info.name.startswith(("aten.", "prims.")):
+        raise NoRuleError(f"{info.name}: the operator has no sharding rule, and its output cannot be predicted")
+
+    def whole(a: Any) -> Any:
+        if not _is(a):
+            return a
+        return hot.redistribute_local(a._local_tensor, a._spec, a._spec.with_placements((Replicate(),) * mesh.ndim))
+
+    largs, lkwargs = _map(whole, args, kwargs)
+    got = info.run(*largs, **lkwargs)
+
+    def wrap(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
+        return hot._new(hot._DTensor, t, spec, requires_grad=False)
+
+    if info.written:
+        return args[0]
+    return type(got)(wrap(t) for t in got) if isinstance(got, (list, tuple)) else wrap(got)
+
+
+def _decompose(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(info.func.name(), "CompositeImplicitAutograd"):
+        return info.func.decompose(*args, **kwargs)
+    return NotImplemented
+
+
+# ------------------------------------------------------------ written arguments
+def _kept(info: OpInfo, call: Call) -> dict[int, int]:
+    """Input that is written -> output that is it, or -1."""
+    keep: dict[int, int] = {}
+    returns = info.func._schema.returns
+    for a in info.func._schema.arguments:
+        if a.alias_info is not None and a.alias_info.is_write:
+            at = call.index(a.name)
+            if at is not None:
+                out = [
+                    j for j, r in enumerate(returns)
+                    if r.alias_info is not None and r.alias_info.before_set == a.alias_info.before_set
+                ]  # fmt: skip
+                keep[at] = out[0] if out else -1
+    return keep
+
+
+def check_written(info: OpInfo, call: Call, outs: Sequence[TensorMeta | None]) -> None:
+    """The result of an in-place op fits its target."""
+    target = call.inputs[0]
+    if outs and outs[0] is not None and len(outs) == 1 and tuple(outs[0].shape) != tuple(target.shape):
+        raise RuntimeError(f"{info.name}: the result has shape {list(outs[0].shape)}, the target {list(target.shape)}")
+
+
+def _cannot_keep(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutError:
+    functional = info.name.split(".")[1].rstrip("_")
+    return LayoutError(
+        explain_error(
+            info.name, layouts(args, kwargs),
+            "an in-place op cannot change the layout of the tensor it writes, and none of its strategies keeps it",
+            f"x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first, or the out-of-place {functional}",
+        )
+    )  # fmt: skip
+
+
+def _out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`out=`: compute out of place, bring the result into the layout of `out`, write it there."""
+    outs = [a.name for a in info.func._schema.arguments if a.is_out]
+    targets = [kwargs[n] for n in outs]
+    rest = {k: v for k, v in kwargs.items() if k not in outs}
+    packet = getattr(torch.ops.aten, info.func._schema.name.rpartition("::")[2])
+    wanted = [(a.name, str(a.type)) for a in info.func._schema.arguments if not a.is_out]
+    for name in packet.overloads():
+        base = getattr(packet, name)
+        same = [(a.name, str(a.type)) for a in base._schema.arguments] == wanted
+        if same and not any(a.alias_info and a.alias_info.is_write for a in base._schema.arguments):
+            break
+    else:
+        raise NoRuleError(f"{info.name}: no out-of-place form was found; call it without out=")
+    result = base(*args, **rest)
+    many = list(result) if isinstance(result, (list, tuple)) else [result]
+    for t, target in zip(many, targets, strict=True):
+        if not _is(target):
+            raise MixedTensorError(f"{info.name}: out= must be a DTensor when an input is one, got a plain tensor")
+        if t.shape != target.shape:
+            raise LayoutError(
+                f"{info.name}: out= has shape {list(target.shape)}, the result {list(t.shape)}; "
+                "a DTensor cannot be resized, make it of the right shape"
+            )
+    for t, target in zip(many, targets, strict=True):
+        target.copy_(t)
+    return tuple(targets) if isinstance(result, tuple) else targets if isinstance(result, list) else targets[0]
+
+
+def _inplace_view(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`squeeze_`, `t_` and the like: take over what the view gives, and set the wrapper's own metadata."""
+    packet = info.func._schema.name.rpartition("::")[2].rstrip("_")
+    base = getattr(getattr(torch.ops.aten, packet, None), info.func._overloadname, None)
+    if base is None or packet in ("resize", "set", "as_strided", "detach"):
+        raise NoRuleError(
+            explain_error(
+                info.name, layouts(args, kwargs), "the storage of a DTensor cannot be changed in place",
+                "make a new DTensor instead",
+            )
+        )  # fmt: skip
+    target = args[0]
+    view = base(*args, **kwargs)
+    if isinstance(view._spec, MovedSpec):
+        raise _cannot_keep(info, args, kwargs)
+    with torch._C._DisableTorchDispatch():
+        info.func(*args, **kwargs)
+    target._local_tensor, target._spec = view._local_tensor, view._spec
+    return target
+
+
+# ------------------------------------------------------------ views that moved
+def _settle(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with views that had to move data: they may be read while their base is as it was, not written."""
+    origin: list[Any] = []
+
+    def settle(a: Any) -> Any:
+        if not _is(a) or not isinstance(a._spec, MovedSpec):
+            return a
+        if a._spec.version != hot._version(a._spec.base):
+            raise LayoutError(
+                explain_error(
+                    info.name, layouts(args, kwargs),
+                    "a view that had to move data does not see the writes that its base got since",
+                    "take the view again after writing, or clone() the base before",
+                )
+            )  # fmt: skip
+        origin.append(a._spec.base)
+        return hot._new(hot._DTensor, a._local_tensor, a._spec.settled(), requires_grad=False)
+
+    params = info.func._schema.arguments
+    for name, a in [*zip((p.name for p in params), args, strict=False), *kwargs.items()]:
+        if name in info.written and any(_is(x) and isinstance(x._spec, MovedSpec) for x in _flat((a,), {})):
+            raise LayoutError(
+                explain_error(
+                    info.name, layouts(args, kwargs),
+                    "writing into a view that had to move data would not reach its base",
+                    "redistribute the base first so that the view is local, or write through the whole tensor",
+                )
+            )  # fmt: skip
+    new_args, new_kwargs = _map(settle, args, kwargs)
+    result = hot.dispatch(info.func, new_args, new_kwargs)
+    if info.is_view:
+        for t in result if isinstance(result, (list, tuple)) else [result]:
+            if _is(t) and not isinstance(t._spec, MovedSpec):
+                t._spec = MovedSpec.of(t._spec, origin[0])
+    return result
+
+
+hot.bind_miss(miss, with_plain)

@@ -1,0 +1,220 @@
+"""From a rule and the layouts at hand to a decision: which strategy on which mesh axis.
+
+The search goes over the axes from left to right. Its states are prefixes: the choices of the first axes, with
+the factors' local sizes that they leave and the cost of bringing every input, on those axes, into the layout
+they ask for. It takes the cheapest prefix off a queue, extends it by every legal choice of the next axis and
+stops at the first complete one; costs never shrink, so that one is the cheapest. Ties: fewer inputs that
+change, then deeper prefixes, then the order in which `Rule.choices` lists them. Everything it reads is the
+same on all ranks.
+
+    mm  a: f32[64@x,64]  b: f32[64@x,64]     on one axis of 4
+    m   b is gathered                        64*64*3/4 elements received
+    k   a moves to S(1)                      64*64/4*3/4           <- the cheapest
+    R   both gathered                        twice the first
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtensor.cost import CostModel, current_cost_model
+from dtensor.device_mesh import DeviceMesh
+from dtensor.factors import Choice, Kernel, Rule, State, Want, refine
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.spec import Spec, TensorMeta
+
+__all__ = ["Decision", "all_decisions", "decide"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The strategy of every axis and what it means: pure and printable.
+
+    Attributes:
+        op: name of the op.
+        choices: per axis the label of the strategy.
+        inputs: layouts the inputs are brought into.
+        outputs: layouts of the outputs, None for an output that is None.
+        kernel: the kernel that runs the local part, if any; `kernel_axes` and `kernel_factors` say where.
+        cost: seconds by the cost model.
+    """
+
+    op: str
+    choices: tuple[str, ...]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec | None, ...]
+    rule: Rule
+    kernel: Kernel | None
+    kernel_axes: tuple[int, ...]
+    kernel_factors: tuple[int, ...]
+    cost: float
+
+    def __str__(self) -> str:
+        ins, outs = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
+        return f"{self.op}: {ins} -> {outs}   by {' / '.join(self.choices)}, {self.cost * 1e6:.1f} us to move"
+
+
+@dataclass(slots=True)
+class _Prefix:
+    choices: tuple[Choice, ...]
+    ins: tuple[tuple[Placement, ...], ...]
+    outs: tuple[tuple[Placement, ...], ...]
+    state: State
+
+
+Keep = Mapping[int, int]
+"""Input that is written -> output that is the same tensor (-1: none); both must keep the input's layout."""
+
+
+def decide(
+    op: str,
+    rule: Rule,
+    inputs: Sequence[Spec],
+    outputs: Sequence[TensorMeta | None],
+    mesh: DeviceMesh,
+    keep: Keep | None = None,
+) -> Decision | None:
+    """The cheapest strategy for these layouts; None when none is legal (only possible with `keep`)."""
+    return next(_search(op, rule, inputs, outputs, mesh, keep or {}, best_only=True), None)
+
+
+def all_decisions(
+    op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh,
+    keep: Keep | None = None,
+) -> Iterator[Decision]:  # fmt: skip
+    """Every legal strategy, cheapest first: what the law tests run."""
+    return _search(op, rule, inputs, outputs, mesh, keep or {}, best_only=False)
+
+
+def _search(
+    op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh,
+    keep: Keep, best_only: bool,
+) -> Iterator[Decision]:  # fmt: skip
+    rule = refine(rule, inputs)
+    pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
+    choices = rule.choices(pending)
+    model = current_cost_model()
+    n_out = len(outputs)
+    start = _Prefix((), ((),) * len(inputs), ((),) * n_out, State.start(rule))
+    order = itertools.count()
+    queue: list[tuple[float, int, int, int, _Prefix]] = [(0.0, 0, 0, next(order), start)]
+    sizes = [max(s.local_numel_bound, 1) * s.dtype.itemsize for s in inputs] if inputs else []
+    while queue:
+        cost, moved, depth, _, prefix = heapq.heappop(queue)
+        axis = -depth
+        if axis == mesh.ndim:
+            yield _finish(op, rule, prefix, inputs, outputs, cost)
+            if best_only:
+                return
+            continue
+        k = mesh.shape[axis]
+        for choice in choices:
+            grown = _extend(rule, prefix, choice, k)
+            if grown is None or not _legal(grown, inputs, axis, keep):
+                continue
+            extra, moves = _step_cost(model, inputs, sizes, grown, axis, mesh, choice)
+            heapq.heappush(queue, (cost + extra, moved + moves, -(axis + 1), next(order), grown))
+
+
+def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | None:
+    """The prefix with `choice` on the next axis, of size `k`; None where it is not legal."""
+    if choice.kernel is not None:
+        for c in prefix.choices:
+            if c.kernel is not None and c.kernel is not choice.kernel:
+                return None
+    state = prefix.state
+    if choice.factor is not None:
+        cut = state.cut(rule, choice.factor, k)
+        if cut is None:
+            return None
+        state = cut
+    ins = tuple(
+        (*done, _want(prefix.state, dims, w)) for done, dims, w in zip(prefix.ins, rule.inputs, choice.inputs, strict=True)
+    )
+    outs = tuple(
+        (*done, _want(prefix.state, dims, w))
+        for done, dims, w in zip(prefix.outs, rule.outputs, choice.outputs, strict=True)
+    )
+    if any(not _one_reduction(t) for t in (*ins, *outs)):
+        return None
+    return _Prefix((*prefix.choices, choice), ins, outs, state)
+
+
+def _want(state: State, dims: tuple[tuple[int, ...], ...], want: Want) -> Placement:
+    return state.placement(dims, want) if isinstance(want, int) else want
+
+
+def _one_reduction(placements: Sequence[Placement]) -> bool:
+    kinds = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(kinds) <= 1
+
+
+def _legal(prefix: _Prefix, inputs: Sequence[Spec], axis: int, keep: Keep) -> bool:
+    return all(
+        prefix.ins[i][axis] is inputs[i].placements[axis]
+        and (o < 0 or prefix.outs[o][axis] is inputs[i].placements[axis])
+        for i, o in keep.items()
+    )
+
+
+def _step_cost(
+    model: CostModel, inputs: Sequence[Spec], sizes: Sequence[int], prefix: _Prefix, axis: int, mesh: DeviceMesh,
+    choice: Choice,
+) -> tuple[float, int]:  # fmt: skip
+    """Seconds to bring the inputs, on this axis, into the prefix's layout, and how many inputs change."""
+    cost, moves, k = 0.0, 0, mesh.shape[axis]
+    for spec, nbytes, want in zip(inputs, sizes, prefix.ins, strict=True):
+        src, dst = spec.placements[axis], want[axis]
+        if src is dst and not _reordered(spec, want, axis):
+            continue
+        moves += 1
+        if k > 1:
+            cost += move_cost(model, src, dst, nbytes, k)
+    if choice.kernel is not None and k > 1 and choice.kernel.collectives:
+        width = inputs[0].dtype.itemsize if inputs else 4
+        cost += choice.kernel.collectives * model.all_reduce(k, max(choice.kernel.elements, 1) * width)
+    return cost, moves
+
+
+def _reordered(spec: Spec, want: Sequence[Placement], axis: int) -> bool:
+    """True when an axis to the left cuts the same dim differently, so that this axis' pieces move too."""
+    p = want[axis]
+    if not isinstance(p, (Shard, StridedShard)):
+        return False
+    cuts = lambda q: q if isinstance(q, (Shard, StridedShard)) and q.dim == p.dim else None  # noqa: E731
+    return any(cuts(spec.placements[a]) is not cuts(want[a]) for a in range(axis))
+
+
+def move_cost(model: CostModel, src: Placement, dst: Placement, nbytes: int, k: int) -> float:
+    """Seconds to turn `src` into `dst` on an axis of `k` for a local part of `nbytes`."""
+    if isinstance(src, Replicate):
+        return 0.0
+    if isinstance(src, Partial):
+        if isinstance(dst, (Shard, StridedShard)):
+            return model.reduce_scatter(k, nbytes)
+        return model.all_reduce(k, nbytes)
+    if isinstance(dst, (Shard, StridedShard)):
+        return model.all_to_all(k, nbytes)
+    return model.all_gather(k, nbytes)
+
+
+def _finish(
+    op: str, rule: Rule, prefix: _Prefix, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], cost: float
+) -> Decision:
+    mesh = inputs[0].mesh
+    ins = tuple(s.with_placements(p) if p != s.placements else s for s, p in zip(inputs, prefix.ins, strict=True))
+    outs = tuple(
+        None if m is None else Spec.make(mesh, p, m.shape, m.stride, m.dtype)
+        for m, p in zip(outputs, prefix.outs, strict=True)
+    )
+    on = [(a, c) for a, c in enumerate(prefix.choices) if c.kernel is not None]
+    kernel = on[0][1].kernel if on else None
+    return Decision(
+        op, tuple(c.label for c in prefix.choices), ins, outs, rule, kernel,
+        tuple(a for a, _ in on), tuple(c.factor or 0 for _, c in on), cost,
+    )  # fmt: skip
+
+

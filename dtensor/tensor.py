@@ -1,0 +1,465 @@
+"""The `DTensor` class: a global tensor, of which every rank of a mesh holds a part.
+
+A DTensor is a wrapper: its shape, stride and dtype are the global ones, its data is the local tensor of this
+rank. Operations on it mean what they mean on the global tensor; how they are carried out is decided by the
+sharding rules (`dtensor.propagate`) and run by `dtensor.dispatch`.
+
+Names and signatures follow `torch.distributed.tensor`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from dtensor import dispatch as _dispatch
+from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
+from dtensor import specials as _specials  # noqa: F401 - registers its handlers
+from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.errors import LayoutError
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.reshard_run import redistribute_local
+from dtensor.spec import Spec, contiguous_stride, normalize_placements
+
+__all__ = ["DTensor"]
+
+_native_new: Callable[..., Any] | None = getattr(torch.Tensor, "_dtensor__new__", None)
+
+
+def _python_new(cls: type, local: torch.Tensor, spec: Spec, *, requires_grad: bool) -> Any:
+    meta = spec.tensor_meta
+    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device, layout=local.layout,
+        requires_grad=requires_grad,
+    )  # fmt: skip
+    made._local_tensor, made._spec = local, spec
+    return made
+
+
+new: Callable[..., Any] = _native_new if _native_new is not None else _python_new
+"""`new(cls, local, spec, requires_grad=)`: the wrapper, unchecked and without autograd."""
+
+
+class DTensor(torch.Tensor):
+    """A tensor distributed over a `DeviceMesh`.
+
+    Make one with `distribute_tensor`, `DTensor.from_local` or the factories. `DTensor(local_tensor, spec, *,
+    requires_grad)` is the raw constructor: not differentiable, not checked.
+    """
+
+    _local_tensor: torch.Tensor
+    _spec: Spec
+    __slots__ = ["_local_tensor", "_spec"]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool) -> DTensor:
+        made: DTensor = new(cls, local_tensor, spec, requires_grad=False)
+        return made.requires_grad_() if requires_grad else made
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    # ------------------------------------------------------------ what it is
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh this tensor lives on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.placements
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._spec.mesh}, "
+            f"placements={self._spec.placements})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    # ------------------------------------------------------------ local <-> global
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: torch.Size | Sequence[int] | None = None,
+        stride: tuple[int, ...] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """A DTensor of which `local_tensor` is this rank's part. Differentiable; shares memory.
+
+        Args:
+            local_tensor: this rank's part; moved to the mesh's device type unless it is a meta tensor.
+            device_mesh: default: the mesh of the enclosing `with mesh:`.
+            placements: one per mesh axis; default all `Replicate()`.
+            run_check: compare dtype, requires_grad and (without `shape`) shapes over the mesh's ranks, which
+                raises ValueError on all of them where they differ, and broadcast along replicated axes.
+            shape, stride: of the global tensor, both or neither. Without them the shards are taken as even.
+            grad_placements: layout of the incoming gradient; default: these placements with Partial as
+                Replicate.
+
+        Raises:
+            RuntimeError: local_tensor is a DTensor; shape without stride or the reverse; a shape that gives
+                this rank another part than local_tensor.
+            ValueError, IndexError, TypeError: bad placements.
+        """
+        if isinstance(local_tensor, DTensor):
+            raise RuntimeError("from_local: got a DTensor; it is distributed already, use redistribute()")
+        if not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(f"from_local: local_tensor must be a torch.Tensor, got {type(local_tensor).__name__}")
+        if (shape is None) != (stride is None):
+            raise RuntimeError("from_local: pass both shape and stride of the global tensor, or neither")
+        mesh = as_mesh(device_mesh)
+        placed = normalize_placements(placements, mesh, local_tensor.ndim, "from_local")
+        if local_tensor.device.type not in (mesh.device_type, "meta"):
+            local_tensor = local_tensor.to(mesh.device_type)
+        grads = None
+        if grad_placements is not None:
+            grads = normalize_placements(grad_placements, mesh, local_tensor.ndim, "from_local(grad_placements=)")
+        if run_check:
+            from dtensor.check import run_checks
+
+            local_tensor = run_checks(local_tensor, mesh, placed, shape is None)
+        spec = _spec_of_local(local_tensor, mesh, placed, shape, stride)
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            return cast(DTensor, _FromLocal.apply(local_tensor, spec, grads))
+        if local_tensor.requires_grad:
+            local_tensor = local_tensor.detach()
+        return cast(DTensor, new(DTensor, local_tensor, spec, requires_grad=False))
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, sharing memory. Differentiable.
+
+        `grad_placements` is the layout of the gradient that will come back for the local tensors; default:
+        the tensor's own, Partial as Replicate.
+        """
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            _check_fresh(self)
+            return self._local_tensor
+        grads = None
+        if grad_placements is not None:
+            grads = normalize_placements(grad_placements, self._spec.mesh, self.ndim, "to_local(grad_placements=)")
+        return cast(torch.Tensor, _ToLocal.apply(self, grads))
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor in another layout of its mesh. Differentiable, any number of times.
+
+        Args:
+            device_mesh: the tensor's own mesh, or None.
+            placements: one per mesh axis. `Partial` only where the tensor has it already.
+            async_op: leave the last collective running; using the result waits for it.
+            forward_dtype: cast to it before anything is sent; the result stays in it.
+            backward_dtype: the gradient is cast to it for its collectives, and back to the input's dtype.
+
+        Raises:
+            RuntimeError: no placements, or a Partial that is not there already.
+            NotImplementedError: another mesh.
+            ValueError, IndexError, TypeError: bad placements.
+        """
+        mesh = self._spec.mesh
+        if device_mesh is not None and as_mesh(device_mesh) != mesh:
+            raise NotImplementedError(
+                f"redistribute: from {mesh} to {as_mesh(device_mesh)}: moving between meshes is not supported; "
+                "use distribute_tensor(x.full_tensor(), mesh, placements)"
+            )
+        if placements is None:
+            raise RuntimeError("redistribute: placements are needed, e.g. x.redistribute(placements=[Replicate()])")
+        placed = normalize_placements(placements, mesh, self.ndim, "redistribute")
+        for axis, (src, dst) in enumerate(zip(self._spec.placements, placed, strict=True)):
+            if isinstance(dst, Partial) and src is not dst:
+                raise RuntimeError(
+                    f"redistribute: {self._spec} to {dst!r} on mesh axis {mesh.axis_name(axis)}, where it is {src!r}: "
+                    "a pending reduction cannot be asked for; use Replicate() or Shard(dim)"
+                )
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(
+                DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype)
+            )
+        return _redistribute(self, placed, async_op, forward_dtype)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank, as a plain torch.Tensor. Differentiable.
+
+        `grad_placements`: layout of the gradient that will come back; default: replicated, that is, the
+        gradient is taken to be the same on all ranks.
+        """
+        whole = self.redistribute(placements=(Replicate(),) * self._spec.mesh.ndim)
+        return _waited(whole.to_local(grad_placements=grad_placements))
+
+    # ------------------------------------------------------------ leaves and their gradients
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """As `torch.Tensor.requires_grad_`; a leaf's gradient will have the leaf's layout."""
+        super().requires_grad_(requires_grad)
+        if requires_grad:
+            _watch(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether autograd records operations on this tensor."""
+        return _get_requires_grad(self)
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        _set_requires_grad(self, flag)
+        if flag:
+            _watch(self)
+
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        """The tensor without autograd history, sharing memory. Setting it takes over another DTensor's data."""
+        return cast(DTensor, _get_data(self))
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, DTensor):
+            raise TypeError(
+                f"x.data = y: y must be a DTensor, got {type(other).__name__}; "
+                "use x.data = distribute_tensor(y, x.device_mesh, x.placements)"
+            )
+        _set_data(self, other)
+        self._local_tensor, self._spec = other._local_tensor, other._spec
+
+    # ------------------------------------------------------------ values
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists, the same on every rank (gathers)."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: a DTensor is no single buffer. Use `x.full_tensor().numpy()` or `x.to_local().numpy()`."""
+        raise RuntimeError("numpy() of a DTensor: use x.full_tensor().numpy() or x.to_local().numpy()")
+
+    def view(self, *args: Any) -> DTensor:  # type: ignore[override]
+        """As `torch.Tensor.view`: shares memory. Raises LayoutError where the shards would have to move."""
+        with _dispatch.strict_views():
+            return cast(DTensor, _view(self, *args))
+
+    def __len__(self) -> int:
+        if self.ndim == 0:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    # ------------------------------------------------------------ protocols
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["_local_tensor", "device_mesh"], (
+            self._spec.placements, self._spec.tensor_meta, None, self.requires_grad,
+        )  # fmt: skip
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> DTensor:
+        placements, meta, _, requires_grad = context
+        spec = Spec.make(as_mesh(inner["device_mesh"]), placements, outer_size, outer_stride, meta.dtype)
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        if not self._spec.has_partial():
+            return self
+        return self.redistribute(
+            placements=[Replicate() if isinstance(p, Partial) else p for p in self._spec.placements]
+        )
+
+    def __coerce_same_metadata_as_tangent__(self, context: tuple[Any, ...], expected_type: type | None = None) -> Any:
+        return None if expected_type is not None else self.redistribute(placements=context[0])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        local = self._local_tensor.detach()
+        state = {k: v for k, v in self.__dict__.items() if k != "_backward_hooks"} if hasattr(self, "__dict__") else {}
+        return _rebuild, (local, self._spec, self.requires_grad, state)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        from dtensor.checkpoint import write_items
+
+        return write_items(self, fqn, object)
+
+    def __create_chunk_list__(self) -> Any:
+        from dtensor.checkpoint import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from dtensor.checkpoint import tensor_shard
+
+        return tensor_shard(self, index)
+
+
+_run = _dispatch.dispatch
+_dispatch.bind(DTensor, new)
+_view = torch.Tensor.view
+_get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+_set_requires_grad = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-defined]
+_get_data = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
+    made = DTensor(local, spec, requires_grad=requires_grad)
+    made.__dict__.update(state)
+    return made
+
+
+def _waited(t: torch.Tensor) -> torch.Tensor:
+    return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t  # type: ignore[attr-defined,no-any-return]
+
+
+def _check_fresh(x: DTensor) -> None:
+    spec = x._spec
+    if isinstance(spec, _dispatch.MovedSpec) and spec.version != _dispatch._version(spec.base):
+        raise LayoutError(
+            f"to_local of a view that had to move data, {spec}, whose base was written to since; take the view again"
+        )
+
+
+def _spec_of_local(
+    local: torch.Tensor, mesh: DeviceMesh, placed: tuple[Placement, ...],
+    shape: Sequence[int] | None, stride: Sequence[int] | None,
+) -> Spec:  # fmt: skip
+    """Spec of the global tensor that this local part belongs to; RuntimeError when a given shape contradicts it."""
+    if shape is None:
+        sizes, strides = list(local.shape), list(local.stride())
+        for p, k in zip(placed, mesh.shape, strict=True):
+            if isinstance(p, (Shard, StridedShard)):
+                sizes[p.dim] *= k
+                for d in range(len(strides)):
+                    if d != p.dim and strides[d] >= strides[p.dim]:
+                        strides[d] *= k
+        return Spec.make(mesh, placed, sizes, strides, local.dtype)
+    if stride is None or len(shape) != local.ndim or len(stride) != local.ndim:
+        raise RuntimeError(f"from_local: shape {shape} and stride {stride} must have the local tensor's {local.ndim} dims")
+    spec = Spec.make(mesh, placed, shape, stride, local.dtype)
+    if mesh.coord is not None and spec.local_shape != local.shape:
+        raise RuntimeError(
+            f"from_local: a global tensor of shape {list(shape)} laid out as {spec} gives this rank a part of "
+            f"{list(spec.local_shape)}, but local_tensor has {list(local.shape)}; leave shape and stride out for even "
+            "shards, or pass torch.chunk's parts"
+        )
+    return spec
+
+
+def _redistribute(
+    x: DTensor, placed: tuple[Placement, ...], async_op: bool = False, dtype: torch.dtype | None = None
+) -> DTensor:
+    """Layout change without autograd."""
+    _check_fresh(x)
+    local, spec = x._local_tensor, x._spec
+    if isinstance(spec, _dispatch.MovedSpec):
+        spec = spec.settled()
+    if dtype is not None and dtype is not spec.dtype:
+        local = local.to(dtype)
+        spec = spec.with_meta(spec.shape, spec.stride, dtype)
+    target = spec.with_placements(placed)
+    return cast(
+        DTensor,
+        new(DTensor, redistribute_local(local, spec, target, async_op=async_op), target, requires_grad=False),
+    )
+
+
+def _whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+# ------------------------------------------------------------ autograd
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, grads: tuple[Placement, ...] | None) -> DTensor:
+        ctx.placements = grads if grads is not None else _whole(spec.placements)
+        return cast(DTensor, new(DTensor, local.detach(), spec, requires_grad=False))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+        if grad._spec.placements != ctx.placements:
+            grad = _internal(grad, ctx.placements)
+        return grad.to_local(), None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
+        _check_fresh(x)
+        ctx.spec, ctx.placements = x._spec, grads if grads is not None else _whole(x._spec.placements)
+        local = x._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        spec: Spec = ctx.spec
+        stride = contiguous_stride(spec.shape) if grad.is_contiguous() else spec.stride
+        made = DTensor.from_local(
+            grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride
+        )
+        return made, None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: DTensor, placed: tuple[Placement, ...], async_op: bool,
+        forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None,
+    ) -> DTensor:  # fmt: skip
+        ctx.placements, ctx.dtype, ctx.wire = _whole(x._spec.placements), x.dtype, backward_dtype
+        ctx.async_op = async_op
+        return _redistribute(x, placed, async_op, forward_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+        if ctx.wire is not None and ctx.wire is not grad.dtype:
+            grad = cast(DTensor, grad.to(ctx.wire))
+        if grad._spec.placements != ctx.placements:
+            grad = _internal(grad, ctx.placements)
+        if grad.dtype is not ctx.dtype:
+            grad = cast(DTensor, grad.to(ctx.dtype))
+        return grad, None, None, None, None
+
+
+def _internal(x: DTensor, placed: tuple[Placement, ...]) -> DTensor:
+    """Redistribute to any layout, Partial included; differentiable."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return cast(DTensor, _Redistribute.apply(x, placed, False, None, None))
+    return _redistribute(x, placed)
+
+
+def _watch(leaf: DTensor) -> None:
+    """Bring the gradients of a leaf into its layout; on replicated axes they may stay pending."""
+    if not leaf.is_leaf or getattr(leaf, "_watched", False):
+        return
+    leaf._watched = True  # type: ignore[attr-defined]
+    ref = weakref.ref(leaf)
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        leaf = ref()
+        if leaf is None or type(grad) is not DTensor or grad._spec.mesh != leaf._spec.mesh:
+            return grad
+        own, got = leaf._spec.placements, grad._spec.placements
+        if own is got or own == got:
+            return grad
+        target = tuple(
+            g if isinstance(o, Replicate) and isinstance(g, Partial) else Replicate() if isinstance(o, Partial) else o
+            for o, g in zip(own, got, strict=True)
+        )
+        return grad if target == got else _internal(grad, target)
+
+    leaf.register_hook(hook)
+
+

@@ -1,0 +1,10 @@
+"""What each aten op means, one family a file. Importing the package registers all of them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+for _module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+    if not _module.startswith("__"):
+        importlib.import_module(f"{__name__}.{_module}")

@@ -1,0 +1,42 @@
+"""Which of the classes that targets name lie in this rank's shard of the class dim, and where in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dtensor.spec import Interval
+
+__all__ = ["check_targets", "local_slots"]
+
+
+def local_slots(target: torch.Tensor, runs: Sequence[Interval]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slot, mine): for each target its index in the local shard, 0 where it lies elsewhere, and whether it is here.
+
+    `runs` are the intervals of the class dim that this rank holds, ascending.
+
+    Example: a rank that holds classes [3, 6) of 10; targets 4, 9 -> slots 1, 0 and mine True, False.
+    """
+    slot = torch.zeros_like(target)
+    mine = torch.zeros_like(target, dtype=torch.bool)
+    before = 0
+    for start, length in runs:
+        inside = (target >= start) & (target < start + length)
+        slot = torch.where(inside, target - (start - before), slot)
+        mine |= inside
+        before += length
+    return slot, mine
+
+
+def check_targets(call: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """IndexError when a target names a class that does not exist (on accelerators: a failed device assertion)."""
+    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if target.device.type == "meta":
+        return
+    if target.device.type == "cpu":
+        if bool(bad.any()):
+            worst = int(target[bad].flatten()[0])
+            raise IndexError(f"{call}: target {worst} is out of bounds for {classes} classes")
+    else:
+        torch._assert_async(~bad.any())

@@ -1,0 +1,207 @@
+"""log_softmax and nll_loss: batch dims are free, the class dim and the mean have kernels.
+
+The class dim `c` is whole for plain strategies. Cut over an axis, each rank holds some classes of every row:
+
+    log_softmax           max and sum of exponentials of the own classes, gathered as one small tensor
+                          [2, rows], then combined on every rank alike: x - log(sum)
+    its backward          one all-reduce of the rows' gradient sums
+    nll_loss none, sum    each row's log probability is held by one rank only: pending sum, nothing is sent
+    nll_loss backward     the rank that holds the target's class writes the gradient: nothing is sent
+
+The mean is no sum over ranks of local means: ranks may hold different numbers of rows that count (ignored
+targets, class weights, uneven shards). Its kernel all-reduces numerator and denominator together:
+
+    rank 0: targets 1 2 (both count)     rank 1: targets 3 -100     mean = (l0 + l1 + l2) / 3
+
+Sums are taken in float32 for lower precisions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor.factors import Dims, Kernel, Linear, Rule, linear
+from dtensor.kernel import KernelContext
+from dtensor.registry import Call, register
+from propagation_rules.classes import check_targets, local_slots
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are taken in: float32 for lower precisions."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+# ------------------------------------------------------------ log_softmax
+def _rows(sizes: tuple[int, ...], c: int) -> int:
+    n = 1
+    for d, size in enumerate(sizes):
+        n *= 1 if d == c else size
+    return n
+
+
+def log_softmax(call: Call) -> Rule:
+    """Every dim a factor; the softmax dim whole, with a kernel."""
+    shape = tuple(call.inputs[0].shape)
+    dims: Dims = tuple((d,) for d in range(len(shape)))
+    if not dims:
+        return Rule((dims,), (dims,), ())
+    c = call.dim()
+    kernel = Kernel("log_softmax", frozenset({c}), ("shard",), _run_log_softmax, 2 * _rows(shape, c), 1)
+    return Rule((dims,), (dims,), shape, frozenset({c}), kernels=(kernel,))
+
+
+def combine_statistics(ctx: KernelContext, stats: torch.Tensor) -> torch.Tensor:
+    """Statistics of all positions of the kernel's axes, stacked in front: [positions, *stats.shape]."""
+    mesh = ctx.in_specs[0].mesh
+    comm = mesh.comm(ctx.axes[0] if len(ctx.axes) == 1 else ctx.axes)
+    return torch.stack(comm.all_gather(stats, [tuple(stats.shape)] * comm.size))
+
+
+def local_max_and_sum(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max over `dim` and sum of exp(x - max), both with `dim` kept; -inf and 0 for an empty shard."""
+    if x.shape[dim] == 0:
+        low = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), float("-inf"))
+        return low, torch.zeros_like(low)
+    top = x.amax(dim, keepdim=True)
+    safe = torch.where(top.isinf() & (top < 0), torch.zeros_like(top), top)
+    return top, (x - safe).exp_().sum(dim, keepdim=True)
+
+
+def log_sum_exp(tops: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp)) from the positions' maxima and sums, stacked in front."""
+    top = tops.amax(0)
+    scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
+    return top + (sums * scale).sum(0).log()
+
+
+def _run_log_softmax(ctx: KernelContext) -> torch.Tensor:
+    out = ctx.out_specs[0]
+    assert out is not None
+    x = ctx.inputs[0]
+    x = x.to(accumulation_dtype(x.dtype))
+    dim = ctx.call.dim()
+    stats = combine_statistics(ctx, torch.stack(local_max_and_sum(x, dim)))
+    return (x - log_sum_exp(stats[:, 0], stats[:, 1])).to(out.dtype)
+
+
+def log_softmax_backward(call: Call) -> Rule:
+    """grad - exp(output) * sum(grad): linear in the gradient; a kernel for the softmax dim."""
+    shape = tuple(call.inputs[0].shape)
+    dims: Dims = tuple((d,) for d in range(len(shape)))
+    if not dims:
+        return Rule((dims, dims), (dims,), (), linear=(linear(0),))
+    c = call.dim()
+    kernel = Kernel("log_softmax backward", frozenset({c}), ("shard",), _run_log_softmax_backward, _rows(shape, c), 1)
+    return Rule((dims, dims), (dims,), shape, frozenset({c}), linear=(linear(0),), kernels=(kernel,))
+
+
+def _run_log_softmax_backward(ctx: KernelContext) -> torch.Tensor:
+    spec = ctx.out_specs[0]
+    assert spec is not None
+    grad, out = ctx.inputs
+    grad = grad.to(accumulation_dtype(grad.dtype))
+    total = ctx.all_reduce(grad.sum(ctx.call.dim(), keepdim=True), "sum")
+    return (grad - out.to(grad.dtype).exp() * total).to(spec.dtype)
+
+
+# ------------------------------------------------------------ nll_loss
+def _class_dim(ndim: int) -> int:
+    return 1 if ndim > 1 else 0
+
+
+def _nll_dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
+    """Class dim, sizes of the factors (one a dim of `self`), and the dims of every tensor by argument name."""
+    at = call.index("self")
+    assert at is not None
+    shape = tuple(call.inputs[at].shape)
+    c = _class_dim(len(shape))
+    rows: Dims = tuple((d,) for d in range(len(shape)) if d != c)
+    target = call["target"]
+    per_row = rows if target.ndim == len(rows) else ((),) * target.ndim
+    dims: dict[str, Dims] = {
+        "self": tuple((d,) for d in range(len(shape))),
+        "target": per_row,
+        "weight": ((c,),),
+        "total_weight": (),
+        "grad_output": per_row if call["reduction"] == NONE else (),
+    }
+    return c, shape, dims
+
+
+def nll_loss(call: Call) -> Rule:
+    """Linear in the log probabilities; the class dim by a kernel, and all dims by one for the mean."""
+    c, sizes, dims = _nll_dims(call)
+    reduction = call["reduction"]
+    inputs = tuple(dims[n] for n in call.names)
+    outputs: tuple[Dims, ...] = (dims["target"] if reduction == NONE else (), ())
+    groups = (Linear(frozenset({0}), (("sum", "sum"), ("avg", "avg")), frozenset({1})),)
+    if reduction == MEAN:
+        every = frozenset(range(len(sizes)))
+        kernel = Kernel("nll mean", every, ("replicate", "replicate"), _run_nll, 2, 1)
+        return Rule(inputs, outputs, sizes, every, linear=groups, kernels=(kernel,))
+    kernel = Kernel("nll", frozenset({c}), ("sum", "sum"), _run_nll)
+    return Rule(inputs, outputs, sizes, frozenset({c}), linear=groups, kernels=(kernel,))
+
+
+def _mine(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Local log probabilities, slots, which rows count here, and their class weights."""
+    at = ctx.call.index("self")
+    assert at is not None
+    x, target, weight = ctx.tensor("self"), ctx.tensor("target"), ctx.optional("weight")
+    c, ignore = _class_dim(x.ndim), int(ctx.call["ignore_index"])
+    check_targets(str(ctx.call.op), target, ctx.in_specs[at].shape[c], ignore)
+    slot, mine = local_slots(target.view(()) if x.ndim == 1 else target, ctx.intervals(at, c))
+    mine &= (target.view(()) if x.ndim == 1 else target) != ignore
+    return x, slot, mine, weight
+
+
+def _run_nll(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
+    x, slot, mine, weight = _mine(ctx)
+    out, total_spec = ctx.out_specs
+    assert out is not None and total_spec is not None
+    reduction, c, acc = ctx.call["reduction"], _class_dim(x.ndim), accumulation_dtype(x.dtype)
+    zero = torch.zeros(mine.shape, dtype=acc, device=x.device)
+    if x.shape[c] == 0:
+        rows, counted = zero, zero
+    else:
+        picked = x.gather(c, slot.unsqueeze(c)).squeeze(c).to(acc)
+        scale = torch.ones_like(zero) if weight is None else weight.to(acc)[slot]
+        rows, counted = torch.where(mine, -picked * scale, zero), torch.where(mine, scale, zero)
+    if reduction == NONE:
+        return rows.to(out.dtype).view(out.local_shape), zero.new_zeros((), dtype=total_spec.dtype)
+    sums = torch.stack([rows.sum(), counted.sum()])
+    if reduction == MEAN:
+        sums = ctx.all_reduce(sums, "sum")
+        sums[0] = sums[0] / sums[1]
+    return sums[0].to(out.dtype), sums[1].to(total_spec.dtype)
+
+
+def nll_loss_backward(call: Call) -> Rule:
+    """Linear in the gradient; rows are free, since the denominator comes as an input; a kernel for the classes."""
+    c, sizes, dims = _nll_dims(call)
+    inputs = tuple(dims[n] for n in call.names)
+    kernel = Kernel("nll backward", frozenset({c}), ("shard",), _run_nll_backward)
+    return Rule(inputs, (dims["self"],), sizes, frozenset({c}), linear=(linear(0),), kernels=(kernel,))
+
+
+def _run_nll_backward(ctx: KernelContext) -> torch.Tensor:
+    x, slot, mine, weight = _mine(ctx)
+    reduction, c, acc = ctx.call["reduction"], _class_dim(x.ndim), accumulation_dtype(x.dtype)
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[c] == 0:
+        return out
+    grad = ctx.tensor("grad_output").to(acc)
+    grad = grad.view(mine.shape) if reduction == NONE else grad
+    if reduction == MEAN:
+        grad = grad / ctx.tensor("total_weight").to(acc)
+    scale = -grad if weight is None else -grad * weight.to(acc)[slot]
+    rows = torch.where(mine, scale, torch.zeros((), dtype=acc, device=x.device))
+    return out.scatter_(c, slot.unsqueeze(c), rows.unsqueeze(c).to(out.dtype))
+
+
+register("aten._log_softmax", log_softmax)
+register("aten._log_softmax_backward_data", log_softmax_backward)
+register("aten.nll_loss_forward aten.nll_loss2d_forward", nll_loss)
+register("aten.nll_loss_backward aten.nll_loss2d_backward", nll_loss_backward)
