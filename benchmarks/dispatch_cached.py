@@ -55,15 +55,7 @@ def main() -> None:
     bench.start_fake_world(4)
     for axes in (1, 2):
         tables = {name: cases(name, axes) for name in bench.ENGINES}
-        rows, ratios = [], []
-        for op in tables["ours"]:
-            found = bench.in_turns({name: tables[name][op] for name in tables}, rounds=15, loops=100)
-            ratios.append(found["ours"].median / found["torch"].median if found["torch"].median else 1.0)
-            times = [bench.scaled(found[name], 1e6) for name in tables]
-            rows.append([op, *times, f"{ratios[-1]:.2f}" if ratios[-1] == ratios[-1] else ""])
-        print(f"{axes} mesh {'axis' if axes == 1 else 'axes'}, us a call, median (quartiles)\n")
-        print(bench.markdown(["op", *tables, "ours / torch"], rows))
-        print(f"\nGeometric mean of ours / torch, where both work: {bench.geometric_mean(ratios):.2f}\n")
+        bench.compare(f"{axes} mesh {'axis' if axes == 1 else 'axes'}", tables)
 
 
 if __name__ == "__main__":

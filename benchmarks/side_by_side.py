@@ -101,3 +101,16 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def compare(title: str, tables: Mapping[str, Mapping[str, Callable[[], object]]]) -> None:
+    """Time every call of `tables[engine][op]`, the engines in turns, and print a table of microseconds."""
+    rows, ratios = [], []
+    for op in tables["ours"]:
+        found = in_turns({name: table[op] for name, table in tables.items()}, rounds=15, loops=100)
+        both = all(math.isfinite(spread.median) for spread in found.values())
+        ratios.append(found["ours"].median / found["torch"].median if both else math.nan)
+        rows.append([op, *(scaled(s, 1e6) for s in found.values()), f"{ratios[-1]:.2f}" if both else ""])
+    print(f"{title}, us a call, median (quartiles)\n")
+    print(markdown(["op", *tables, "ours / torch"], rows))
+    print(f"\nGeometric mean of ours / torch, where both work: {geometric_mean(ratios):.2f}\n")

@@ -111,7 +111,7 @@ class Job:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-    sample: int = 160
+    sample: int = 120
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
@@ -319,7 +319,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Job]:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="windows of text in a step, over all ranks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sample", type=int, default=160, help="bytes of text to generate")
+    parser.add_argument("--sample", type=int, default=120, help="bytes of text to generate")
     parser.add_argument("--text", metavar="FILE", help="train on this file (default: Python's help topics)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(argv)
