@@ -1,0 +1,126 @@
+"""Cost model: the seconds that moving data takes, as plans and strategies are compared.
+
+A collective over `k` positions costs
+
+    latency + hops * hop + bytes received / bandwidth
+
+where a ring passes `k - 1` hops (an all-reduce twice as many). The numbers only have to order the
+alternatives rightly; they are global facts, the same on all ranks, so that all ranks decide alike.
+
+    >>> CostModel().all_gather(8, 1 << 20) < CostModel().all_reduce(8, 8 << 20)
+    True
+    >>> slow_outer = CostModel(axis_bandwidth={0: 12e9})          # axis 0 crosses hosts
+    >>> with use_cost_model(slow_outer):
+    ...     plan = plan_reshard(src, dst)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+__all__ = ["CostModel", "current_cost_model", "set_cost_model", "use_cost_model"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostModel:
+    """Latency and bandwidth of the links, and what the collectives over them cost.
+
+    Every method gives seconds. `size` is the number of positions that take part, `local_bytes` the bytes of
+    the tensor that this rank puts in, `axes` the mesh axes that the collective runs over: the slowest of them
+    counts. Subclasses may replace any method; costs must not be negative and may depend on nothing else.
+    Models are compared by identity: change one by making another.
+
+    Attributes:
+        latency: seconds to launch one collective.
+        hop: seconds each step of a ring adds.
+        bandwidth: bytes per second that a rank receives.
+        copy_bandwidth: bytes per second of a local copy.
+        axis_latency, axis_bandwidth: by mesh axis, where they differ.
+    """
+
+    latency: float = 6.6e-6
+    hop: float = 0.6e-6
+    bandwidth: float = 80e9
+    copy_bandwidth: float = 800e9
+    axis_latency: Mapping[int, float] = field(default_factory=dict)
+    axis_bandwidth: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        speeds = [self.bandwidth, self.copy_bandwidth, *self.axis_bandwidth.values()]
+        delays = [self.latency, self.hop, *self.axis_latency.values()]
+        if min(speeds) <= 0 or min(delays) < 0:
+            raise ValueError(f"CostModel: bandwidths must be positive and latencies not negative, got {self!r}")
+
+    def launch(self, axes: Sequence[int] = ()) -> float:
+        """Starting one collective over `axes`."""
+        if not self.axis_latency:
+            return self.latency
+        return max((self.axis_latency.get(a, self.latency) for a in axes), default=self.latency)
+
+    def transfer(self, nbytes: float, axes: Sequence[int] = ()) -> float:
+        """Receiving `nbytes` over `axes`."""
+        if not self.axis_bandwidth:
+            return nbytes / self.bandwidth
+        return nbytes / min((self.axis_bandwidth.get(a, self.bandwidth) for a in axes), default=self.bandwidth)
+
+    def all_gather(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+        """Every position receives the others' `local_bytes`."""
+        if size <= 1:
+            return 0.0
+        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes * (size - 1), axes)
+
+    def reduce_scatter(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+        """Every position keeps 1/size of the reduction of `local_bytes`."""
+        if size <= 1:
+            return 0.0
+        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes * (size - 1) / size, axes)
+
+    def all_reduce(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+        """Every position gets the reduction of `local_bytes`."""
+        if size <= 1:
+            return 0.0
+        return self.launch(axes) + 2 * (size - 1) * self.hop + self.transfer(2 * local_bytes * (size - 1) / size, axes)
+
+    def all_to_all(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+        """Every position sends 1/size of its `local_bytes` to each of the others."""
+        if size <= 1:
+            return 0.0
+        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes * (size - 1) / size, axes)
+
+    def local_copy(self, nbytes: float) -> float:
+        """Copying `nbytes` in this rank's memory."""
+        return nbytes / self.copy_bandwidth
+
+    def floor(self, launches: int, nbytes: float) -> float:
+        """No plan of `launches` collectives that receives `nbytes` costs less: lets a search stop early."""
+        latency = min([self.latency, *self.axis_latency.values()])
+        return launches * latency + nbytes / max([self.bandwidth, *self.axis_bandwidth.values()])
+
+
+_default = CostModel()
+_current: ContextVar[CostModel | None] = ContextVar("cost_model", default=None)
+
+
+def current_cost_model() -> CostModel:
+    """The model in force: of the innermost `use_cost_model` of this thread, else the process's."""
+    return _current.get() or _default
+
+
+def set_cost_model(model: CostModel) -> CostModel:
+    """Make `model` the process's (all ranks must set the same) and return the one it replaces."""
+    global _default
+    before, _default = _default, model
+    return before
+
+
+@contextmanager
+def use_cost_model(model: CostModel) -> Iterator[CostModel]:
+    """Decide by `model` inside the `with`, on this thread. All ranks must use the same one."""
+    token = _current.set(model)
+    try:
+        yield model
+    finally:
+        _current.reset(token)

@@ -1,0 +1,196 @@
+"""Taking regions out of local tensors and putting local tensors together: what a rank does around a collective.
+
+Both are decided once, from the regions, and then only run: `Take` gives parts of a tensor (views wherever a
+view can do it), `Join` makes one tensor of parts. The common cases, parts that lie side by side along one
+dim, are a single `split` or `cat`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from dtensor.reshard_geometry import Region, Runs, region_size
+
+__all__ = ["Join", "Take"]
+
+_MANY = 8
+"""From this many runs on, one indexed copy is cheaper than one copy a run."""
+
+
+def _side_by_side(regions: Sequence[Region], shape: Sequence[int]) -> int | None:
+    """The dim along which `regions` lie side by side, in order, and are all of `shape`; None where they do not."""
+    if not shape:
+        return None
+    differ = {d for region in regions for d, n in enumerate(shape) if region[d] != ((0, n),)}
+    if len(differ) > 1:
+        return None
+    dim = differ.pop() if differ else 0
+    at = 0
+    for region in regions:
+        if region[dim] != ((at, sum(n for _, n in region[dim])),) and region[dim]:
+            return None
+        at += sum(n for _, n in region[dim])
+    return dim if at == shape[dim] else None
+
+
+class _Index:
+    """An index tensor of the elements of some runs, kept for the devices that it was used on."""
+
+    __slots__ = ("_made", "_runs")
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._made: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        found = self._made.get(device)
+        if found is None:
+            flat = [i for start, n in self._runs for i in range(start, start + n)]
+            found = self._made[device] = torch.tensor(flat, device=device)
+        return found
+
+
+class _TakeOne:
+    """One region of a tensor of `shape`: a view where every dim has one run, else a new tensor."""
+
+    __slots__ = ("_index", "_shape", "_slices", "_views")
+
+    def __init__(self, region: Region, shape: Sequence[int]) -> None:
+        one = [runs[0] if runs else (0, 0) for runs in region]
+        self._slices = tuple(
+            slice(None) if len(runs) > 1 or run == (0, n) else slice(run[0], run[0] + run[1])
+            for runs, run, n in zip(region, one, shape)
+        )
+        if all(s == slice(None) for s in self._slices):
+            self._slices = ()
+        self._views = [(d, runs) for d, runs in enumerate(region) if 1 < len(runs) < _MANY]
+        self._index = [(d, _Index(runs)) for d, runs in enumerate(region) if len(runs) >= _MANY]
+
+    @property
+    def copies(self) -> bool:
+        """True where the result is new memory."""
+        return bool(self._views or self._index)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._slices:
+            x = x[self._slices]
+        for d, runs in self._views:
+            x = torch.cat([x.narrow(d, start, n) for start, n in runs], d)
+        for d, index in self._index:
+            x = x.index_select(d, index.on(x.device))
+        return x
+
+
+class Take:
+    """Parts of a tensor of `shape`, one for each of `regions`. Called with the tensor it gives the parts."""
+
+    __slots__ = ("_dim", "_each", "_sizes")
+
+    def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
+        self._dim = _side_by_side(regions, shape)
+        self._sizes: list[int] = []
+        self._each: list[_TakeOne] = []
+        if self._dim is not None:
+            self._sizes = [sum(n for _, n in region[self._dim]) for region in regions]
+        else:
+            self._each = [_TakeOne(region, shape) for region in regions]
+
+    @property
+    def copies(self) -> bool:
+        """True where all parts are new memory."""
+        return bool(self._each) and all(one.copies for one in self._each)
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        if self._dim is not None:
+            return list(torch.split(x, self._sizes, self._dim))
+        return [one(x) for one in self._each]
+
+
+class Join:
+    """A tensor of `shape` from parts, the i-th of which is to lie at `regions[i]`; together they fill it.
+
+    Parts without elements are passed over. Where one part is all there is it is returned as it is, and `single`
+    is its number; else the result is no view of memory that a caller owns.
+    """
+
+    __slots__ = ("_blocks", "_dim", "_order", "_shape", "single")
+
+    def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
+        self._shape = tuple(shape)
+        filled = [i for i, region in enumerate(regions) if region_size(region)]
+        self._order = sorted(filled, key=lambda i: regions[i])
+        self._dim = _side_by_side([regions[i] for i in self._order], shape) if filled else None
+        self.single = filled[0] if len(filled) == 1 else None
+        self._blocks: list[tuple[int, list[_Block]]] = []
+        if self._dim is None and self.single is None:
+            self._blocks = [(i, _blocks(regions[i])) for i in filled]
+
+    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.single is not None:
+            return parts[self.single]
+        if self._dim is not None:
+            some = [parts[i] for i in self._order]
+            whole = _adjacent(some, self._shape) if self._dim == 0 else None
+            return torch.cat(some, self._dim) if whole is None else whole
+        out = parts[0].new_empty(self._shape)
+        for i, blocks in self._blocks:
+            for block in blocks:
+                block.put(out, parts[i])
+        return out
+
+
+def _adjacent(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The tensor that `parts` already are, where they follow each other in one buffer of just this size."""
+    first = parts[0]
+    base = first._base
+    if base is None or base.dim() != 1 or not base.is_contiguous():
+        return None
+    at = first.storage_offset()
+    for p in parts:
+        if p._base is not base or p.storage_offset() != at or not p.is_contiguous():
+            return None
+        at += p.numel()
+    if at - first.storage_offset() != base.numel() or base.dtype != first.dtype:
+        return None
+    return base.view(shape)
+
+
+class _Block:
+    """A box of a part and where it lies in the whole; `index` for one dim of many runs."""
+
+    __slots__ = ("_dim", "_from", "_index", "_to")
+
+    def __init__(self, to: tuple[slice, ...], of: tuple[slice, ...] | None, dim: int, index: _Index | None) -> None:
+        self._to, self._from, self._dim, self._index = to, of, dim, index
+
+    def put(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy this box of `part` into `out`."""
+        if self._from is not None:
+            part = part[self._from]
+        if self._index is None:
+            out[self._to].copy_(part)
+        else:
+            out[self._to].index_copy_(self._dim, self._index.on(out.device), part)
+
+
+def _blocks(region: Region) -> list[_Block]:
+    most = max(range(len(region)), key=lambda d: len(region[d]))
+    index = _Index(region[most]) if len(region[most]) >= _MANY else None
+    choices: list[list[tuple[slice, slice]]] = []
+    for d, runs in enumerate(region):
+        if index is not None and d == most:
+            choices.append([(slice(None), slice(None))])
+            continue
+        at, some = 0, []
+        for start, n in runs:
+            some.append((slice(start, start + n), slice(at, at + n)))
+            at += n
+        choices.append(some)
+    whole = all(len(some) == 1 for some in choices)
+    return [
+        _Block(tuple(to for to, _ in box), None if whole else tuple(of for _, of in box), most, index)
+        for box in itertools.product(*choices)
+    ]

@@ -1,0 +1,170 @@
+"""From layout to layout: which steps, in which order.
+
+`plan_reshard(src, dst)` is a pure function of two specs of one tensor on one mesh and of the cost model. It
+uses mesh shape, global shape, dtype and placements only, never a rank's coord, so all ranks get the same
+steps; what each rank sends is the executor's business (`dtensor.reshard_run`).
+
+States. A state is a layout, a tuple of placements. Its *cuts* say, per dim, which axes cut it in which
+order; they alone decide which ranks hold what (`dtensor.reshard_layout`).
+
+Steps.
+    slice            R -> S      each rank keeps a part of what it holds; the cuts of `src` come first in `dst`
+    all_gather       S -> R      over the axes whose cuts are dropped, where they come last in each dim
+    all_to_all       anything without reduction, with split sizes, over exactly the axes that must talk
+    reduce_scatter   P -> S      each position reduces the part that it keeps
+    all_reduce       P -> R
+    scale            P(sum) -> P(avg) and back, without communication
+    zero_fill, one_fill, keep    R -> P, without communication: the value stays at position 0, or everywhere
+
+Moving. Between layouts whose Partial axes agree one collective is enough, and it moves nothing twice: along
+the axes that must talk, the shards of `src` are disjoint, so that every element has one source, and a rank
+receives just what it wants and lacks. On a mesh (2, 4) of axes x, y:
+
+    [S(0), R]    -> [R, S(0)]       all-to-all over x: half of the ranks hold what they want
+    [S(0), S(0)] -> [S(1), S(1)]    all-to-all over x and y
+    [S(0), S(1)] -> [R, R]          all-gather over x and y
+    [S(0), R]    -> [R, S(1)]       slice, then all-gather over x
+
+Where links differ in speed, or a launch costs less than the hops of a large group, several smaller
+collectives can be cheaper: then the orders in which axes can go to their target are searched.
+
+Reducing. A Partial axis is reduced before anything else moves, since data that is not reduced is never
+smaller; it is sliced before that where this is local. An axis may be reduced to R, or scattered to its
+shard in `dst`, or, where another axis stands in the way, to any even shard, from which the final move
+gathers. Axes of one kind may be reduced in one collective.
+
+    [P, P]    -> [R, R]       all-reduce over x and y
+    [P, P]    -> [S(0), R]    reduce-scatter over x, then all-reduce over y of the half
+    [P, R]    -> [R, S(0)]    slice, then all-reduce over x of the quarter
+    [P, S(0)] -> [R, S(0)]    all-reduce over x
+
+Search. Uniform-cost: the cheapest open state is expanded first, so the first path that arrives is the
+cheapest over these steps. Every edge reduces a pending axis, cuts a replicated one, or brings an axis to its
+target, and none undoes it, so there are no cycles and the search ends.
+
+Towards Partial. The engine itself asks for it (a user may not): the tensor is brought to R on those axes
+and then split, as the last step.
+
+Invariants, tested: after every step each rank holds exactly the shard of the step's `dst`; the pending
+reductions of the positions give the tensor's value; plans are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from dtensor.cost import CostModel, current_cost_model
+from dtensor.errors import LayoutError, MeshError, explain_error
+from dtensor.placement import Partial, Replicate
+from dtensor.reshard_layout import Space
+from dtensor.reshard_search import cheapest
+from dtensor.reshard_step import Layout, ReshardPlan, Step
+from dtensor.spec import Spec
+
+__all__ = ["ReshardPlan", "Step", "plan_reshard"]
+
+_REPLICATE = Replicate()
+_FILL = {"product": "one_fill", "avg": "keep", "min": "keep", "max": "keep", "band": "keep", "bor": "keep"}
+
+
+def plan_reshard(src: Spec, dst: Spec) -> ReshardPlan:
+    """The cheapest steps from `src` to `dst`, specs of one tensor on one mesh, by the cost model in force.
+
+    Cached, up to a bound. Raises MeshError where the meshes differ, LayoutError where the tensors do or where
+    a layout is pending in several kinds of reduction (they cannot be reordered).
+    """
+    return _plan(src, dst, current_cost_model())
+
+
+@lru_cache(maxsize=16384)
+def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
+    _check(src, dst)
+    sizes = src.mesh.shape
+    space = Space(sizes, src.shape, src.dtype.itemsize, model)
+    if src.placements == dst.placements:
+        return ReshardPlan(src, dst, (), 0.0)
+    if 0 in src.shape:
+        return ReshardPlan(src, dst, (Step("empty", (), src.placements, dst.placements),), 0.0)
+    steps: list[Step] = []
+    start = tuple(q if k == 1 else p for p, q, k in zip(src.placements, dst.placements, sizes))
+    if start != src.placements:
+        steps.append(Step("keep", _changed(src.placements, start), src.placements, start))
+    scaled, factor = _scale(space, start, dst)
+    if scaled != start:
+        steps.append(Step("scale", _changed(start, scaled), start, scaled, factor=factor))
+    goal = tuple(
+        _REPLICATE if isinstance(q, Partial) and p is not q and k > 1 else q
+        for p, q, k in zip(scaled, dst.placements, sizes)
+    )
+    cost, middle = cheapest(space, scaled, goal)
+    steps += middle
+    steps += _split(goal, dst.placements)
+    return ReshardPlan(src, dst, tuple(steps), cost)
+
+
+def _changed(src: Layout, dst: Layout) -> tuple[int, ...]:
+    return tuple(a for a, p in enumerate(src) if p is not dst[a])
+
+
+def _check(src: Spec, dst: Spec) -> None:
+    if src.mesh != dst.mesh:
+        raise MeshError(
+            explain_error(
+                f"redistribute {src} -> {dst}",
+                f"{src.mesh!r} and {dst.mesh!r}",
+                "both layouts must be on one mesh",
+                "distribute_tensor(x.full_tensor(), mesh, placements)",
+            )
+        )
+    if src.shape != dst.shape or src.dtype != dst.dtype:
+        raise LayoutError(
+            explain_error(
+                f"redistribute {src} -> {dst}",
+                f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}",
+                "a redistribution keeps the global shape and dtype",
+                "spec.with_placements(placements)",
+            )
+        )
+    for spec in (src, dst):
+        kinds = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in spec.placements if isinstance(p, Partial)}
+        if len(kinds) > 1:
+            raise LayoutError(
+                explain_error(
+                    f"redistribute {src} -> {dst}",
+                    f"{list(spec.placements)}",
+                    "a layout may be pending in one kind of reduction only (sum and avg are one kind)",
+                    "reduce one kind before the other is made",
+                )
+            )
+
+
+def _scale(space: Space, layout: Layout, dst: Spec) -> tuple[Layout, float]:
+    """`layout` with sum and avg exchanged where `dst` asks for it, floating point and complex only.
+
+    Returns the layout and the factor: k for each axis that goes from sum to avg, 1/k for each back.
+    """
+    out, factor, dtype = list(layout), 1.0, dst.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return layout, factor
+    for a, (p, q) in enumerate(zip(layout, dst.placements)):
+        if not (isinstance(p, Partial) and isinstance(q, Partial)) or p is q:
+            continue
+        if p.reduce_op == "sum" and q.reduce_op == "avg":
+            out[a], factor = q, factor * space.sizes[a]
+        elif p.reduce_op == "avg" and q.reduce_op == "sum":
+            out[a], factor = q, factor / space.sizes[a]
+    return tuple(out), factor
+
+
+def _split(layout: Layout, dst: Layout) -> list[Step]:
+    """The steps that turn replicated axes of `layout` into the Partial ones of `dst`, one a kind."""
+    by_kind: dict[str, list[int]] = {}
+    for a, q in enumerate(dst):
+        if layout[a] is not q and isinstance(q, Partial):
+            by_kind.setdefault(_FILL.get(q.reduce_op, "zero_fill"), []).append(a)
+    steps, cur = [], layout
+    for kind, axes in by_kind.items():
+        nxt = tuple(dst[a] if a in axes else p for a, p in enumerate(cur))
+        steps.append(Step(kind, tuple(axes), cur, nxt))
+        cur = nxt
+    return steps

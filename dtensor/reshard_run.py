@@ -1,0 +1,200 @@
+"""Carrying out a plan on this rank.
+
+The first run *binds* a plan to the rank's coord: which regions of its tensor go to which position, how what
+arrives is put together. Later runs only take, communicate and join. The executor takes no decisions, and
+nothing is padded here: parts have the sizes they have.
+
+    plan                        bound, on position 1 of 2
+    all_to_all S(0) -> S(1)     take columns [0,2) and [2,4); send the first; cat(what came, the second) by rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+
+from dtensor.comm import Communicator, Pending
+from dtensor.errors import LayoutError, explain_error
+from dtensor.placement import Partial
+from dtensor.reshard_geometry import common, holdings, members, region_shape
+from dtensor.reshard_local import Join, Take
+from dtensor.reshard_plan import plan_reshard
+from dtensor.reshard_step import ReshardPlan, Step
+from dtensor.spec import Spec
+
+__all__ = ["redistribute_local", "run_reshard"]
+
+Run = Callable[[torch.Tensor, bool], torch.Tensor]
+"""From the local tensor before a step to the one after; True asks for a result that may be unwaited."""
+
+
+def redistribute_local(local: torch.Tensor, src: Spec, dst: Spec, *, async_op: bool = False) -> torch.Tensor:
+    """This rank's part of `dst`, from `local`, its part of `src`; `local` itself where `src` is `dst`.
+
+    Plans (cached) and runs: see `plan_reshard` and `run_reshard`.
+    """
+    if src is dst:
+        return local
+    return run_reshard(plan_reshard(src, dst), local, async_op=async_op)
+
+
+def run_reshard(plan: ReshardPlan, local: torch.Tensor, *, async_op: bool = False) -> torch.Tensor:
+    """This rank's part of `plan.dst`, from `local`, its part of `plan.src`, which is not written to.
+
+    All ranks of the mesh must call it. The result shares no memory with `local`, except where no rank's data
+    changes (no steps, or only new labels); it is contiguous unless it is `local`. With `async_op` it may be an
+    `AsyncCollectiveTensor`, which waits when first used. Meta tensors and ranks outside the mesh (empty
+    result) do not communicate. Not differentiable. Raises LayoutError where `local` has not the shape that
+    `plan.src` says.
+    """
+    bound = plan.bound
+    if not bound:
+        bound.append(_bind(plan))
+    if local.shape != plan.src.local_shape and plan.src.mesh.coord is not None:
+        raise LayoutError(
+            explain_error(
+                f"redistribute {plan.src} -> {plan.dst}",
+                f"a local tensor of shape {tuple(local.shape)} on this rank",
+                f"its shard of that layout has shape {tuple(plan.src.local_shape)}",
+                "DTensor.from_local(local, mesh, placements, shape=global_shape, stride=global_stride)",
+            )
+        )
+    return bound[0](local, async_op)
+
+
+def _bind(plan: ReshardPlan) -> Run:
+    """The plan as one callable for this rank."""
+    dst_shape = plan.dst.local_shape
+    coord = plan.src.mesh.coord
+    if coord is None:
+        return lambda x, _: x.new_empty(dst_shape)
+    steps = [
+        _BIND[step.kind](plan.src, step, coord, nxt is not None and nxt.is_collective)
+        for step, nxt in pairwise([*plan.steps, None])
+        if step is not None
+    ]
+    if not steps:
+        return lambda x, _: x
+    last, before = steps[-1], steps[:-1]
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if x.device.type == "meta":
+            return x.new_empty(dst_shape)
+        for step in before:
+            x = step(x, False)
+        return last(x, async_op)
+
+    return run
+
+
+def _keep(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    return lambda x, _: x
+
+
+def _empty(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    shape = spec.with_placements(step.dst).local_shape
+    return lambda x, _: x.new_empty(shape)
+
+
+def _scale(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    factor = step.factor
+    return lambda x, _: x * factor
+
+
+def _fill(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    fill = torch.zeros_like if step.kind == "zero_fill" else torch.ones_like
+    if all(coord[a] == 0 for a in step.axes):
+        return lambda x, _: x
+    return lambda x, _: fill(x, memory_format=torch.contiguous_format)
+
+
+def _slice(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
+    take = Take([common(have, want)[0]], region_shape(have))
+    if inner or take.copies:
+        return lambda x, _: take(x)[0]
+    return lambda x, _: take(x)[0].clone(memory_format=torch.contiguous_format)
+
+
+def _comm(spec: Spec, step: Step) -> Communicator:
+    return spec.mesh.comm(step.axes if len(step.axes) > 1 else step.axes[0])
+
+
+def _reduce_op(step: Step) -> str:
+    return cast(Partial, step.src[step.axes[0]]).reduce_op
+
+
+def _unwaited(result: torch.Tensor | Pending[torch.Tensor]) -> torch.Tensor:
+    return result.tensor if isinstance(result, Pending) else result
+
+
+def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    comm, op = _comm(spec, step), _reduce_op(step)
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if async_op:
+            return _unwaited(comm.all_reduce(x, op, async_op=True))
+        return comm.all_reduce(x, op)
+
+    return run
+
+
+def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    comm, op = _comm(spec, step), _reduce_op(step)
+    have = holdings(spec, step.src, coord)
+    wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
+    take = Take([common(have, want)[0] for want in wants], region_shape(have))
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if async_op:
+            return _unwaited(comm.reduce_scatter(take(x), op, async_op=True))
+        return comm.reduce_scatter(take(x), op)
+
+    return run
+
+
+def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    comm = _comm(spec, step)
+    want = holdings(spec, step.dst, coord)
+    parts = [holdings(spec, step.src, other) for other in members(spec, step.axes, coord)]
+    join = Join([common(part, want)[1] for part in parts], region_shape(want))
+    shapes = [region_shape(part) for part in parts]
+    return lambda x, _: join(comm.all_gather(x, shapes))
+
+
+def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    """My own part does not go through the collective."""
+    comm = _comm(spec, step)
+    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
+    group = list(members(spec, step.axes, coord))
+    me = group.index(coord)
+    take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
+    into = [common(holdings(spec, step.src, other), want)[1] for other in group]
+    join = Join(into, region_shape(want))
+    shapes: Sequence[tuple[int, ...]] = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        parts = take(x)
+        mine, parts[me] = parts[me], x.new_empty(0)
+        got = comm.all_to_all(parts, shapes)
+        got[me] = mine
+        return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
+
+    return run
+
+
+_BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "empty": _empty,
+    "keep": _keep,
+    "one_fill": _fill,
+    "reduce_scatter": _reduce_scatter,
+    "scale": _scale,
+    "slice": _slice,
+    "zero_fill": _fill,
+}

@@ -1,0 +1,183 @@
+"""The planner's searches: over the orders of moving, and over the ways to reduce.
+
+Both are uniform-cost searches (Dijkstra) over layouts. `dtensor.reshard_plan` tells the whole story.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.reshard_layout import Path, Space, one_shot
+from dtensor.reshard_step import Layout, Step
+
+__all__ = ["cheapest", "move"]
+
+_REPLICATE = Replicate()
+Edges = Callable[[Layout], Iterable[tuple[Layout, Path]]]
+
+
+def move(space: Space, src: Layout, dst: Layout) -> Path:
+    """The cheapest way between layouts whose Partial axes agree.
+
+    Input: the layouts. State: which axes already have their placement of `dst`; an edge brings some more of
+    them there in one shot. Initial state: none. The states form a lattice of 2**axes points and every edge
+    goes up, so the search ends. No search is made where one shot is at most what two launches cost.
+    Returns: cost and steps.
+    """
+    direct = one_shot(space, src, dst)
+    differ = [a for a, p in enumerate(src) if p is not dst[a] and space.sizes[a] > 1]
+    collectives = [s for s in direct[1] if s.is_collective]
+    if len(differ) < 2 or not collectives or direct[0] <= space.model.floor(2, collectives[0].nbytes):
+        return direct
+    return _search(
+        src, dst, lambda cur: ((nxt, one_shot(space, cur, nxt)) for nxt in _between(cur, dst, differ)), direct[0]
+    )
+
+
+def _between(cur: Layout, dst: Layout, axes: list[int]) -> Iterator[Layout]:
+    left = [a for a in axes if cur[a] is not dst[a]]
+    for n in range(1, len(left) + 1):
+        for some in itertools.combinations(left, n):
+            yield tuple(dst[a] if a in some else p for a, p in enumerate(cur))
+
+
+def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
+    """The cheapest way from `src` to `dst`, where every Partial axis of `dst` is the same in `src`.
+
+    Input: the layouts. State: a layout; `pending` are its axes that still have to be reduced.
+    Edges while something is pending: reduce some pending axes of one kind, in one all-reduce or one
+    reduce-scatter; slice. Then: move to `dst`. Each reducing edge leaves fewer pending axes and a slice
+    fewer replicated ones, so the search ends.
+    Returns: cost and steps.
+    """
+    if not _pending(space, src, dst):
+        return move(space, src, dst)
+    return _search(src, dst, lambda cur: _edges(space, cur, dst), float("inf"))
+
+
+def _search(src: Layout, dst: Layout, edges: Edges, limit: float) -> Path:
+    """Uniform-cost search; ties go to fewer collectives, then to the edge found first."""
+    best: dict[Layout, tuple[float, int]] = {src: (0.0, 0)}
+    came: dict[Layout, tuple[Layout, tuple[Step, ...]]] = {}
+    queue: list[tuple[float, int, int, Layout]] = [(0.0, 0, 0, src)]
+    order = itertools.count(1)
+    while queue:
+        cost, launches, _, cur = heapq.heappop(queue)
+        if cur == dst:
+            break
+        if (cost, launches) > best[cur]:
+            continue
+        for nxt, (extra, edge) in edges(cur):
+            total = (cost + extra, launches + sum(s.is_collective for s in edge))
+            if total[0] <= limit and (nxt not in best or total < best[nxt]):
+                best[nxt] = total
+                came[nxt] = (cur, edge)
+                limit = min(limit, total[0]) if nxt == dst else limit
+                heapq.heappush(queue, (*total, next(order), nxt))
+    steps: tuple[Step, ...] = ()
+    at = dst
+    while at in came and at != src:
+        at, some = came[at]
+        steps = some + steps
+    return best[dst][0], steps
+
+
+def _pending(space: Space, cur: Layout, dst: Layout) -> list[int]:
+    return [a for a, p in enumerate(cur) if isinstance(p, Partial) and p is not dst[a] and space.sizes[a] > 1]
+
+
+def _edges(space: Space, cur: Layout, dst: Layout) -> Iterator[tuple[Layout, Path]]:
+    """What may follow `cur`: see `cheapest`."""
+    pending = _pending(space, cur, dst)
+    if not pending:
+        yield dst, move(space, cur, dst)
+        return
+    sliced = _slice(space, cur, dst, pending)
+    if sliced != cur:
+        yield sliced, space.step("slice", _changed(cur, sliced), cur, sliced)
+    for n in range(len(pending), 0, -1):
+        for axes in itertools.combinations(pending, n):
+            if any(cur[a] is not cur[axes[0]] for a in axes):
+                continue
+            reduced = tuple(_REPLICATE if a in axes else p for a, p in enumerate(cur))
+            yield reduced, space.step("all_reduce", axes, cur, reduced)
+            scattered = _scatter(space, cur, dst, axes)
+            if scattered is not None:
+                yield scattered, space.step("reduce_scatter", axes, cur, scattered)
+
+
+def _changed(cur: Layout, nxt: Layout) -> tuple[int, ...]:
+    return tuple(a for a, p in enumerate(cur) if p is not nxt[a])
+
+
+def _cut_later(space: Space, layout: Layout, axis: int, dim: int) -> list[int]:
+    """The axes after `axis` that cut `dim`."""
+    return [b for b, _ in space.cuts(layout)[dim] if b > axis]
+
+
+def _dim(p: Placement) -> int:
+    """The dim that a shard cuts, -1 for other placements."""
+    return p.dim if isinstance(p, (Shard, StridedShard)) else -1
+
+
+def _slice(space: Space, cur: Layout, dst: Layout, pending: list[int]) -> Layout:
+    """`cur` with every replicated axis cut that can be, so that less is reduced.
+
+    Left alone are axes that cut a dim before another axis does in `cur` (their part is not this rank's to
+    take), or after a pending axis that will cut the same dim (it must come first).
+    """
+    nxt = list(cur)
+    for a, p in enumerate(cur):
+        d = _dim(dst[a])
+        if p is _REPLICATE and d >= 0 and space.sizes[a] > 1 and not _cut_later(space, cur, a, d):
+            if not any(b < a and _dim(dst[b]) == d for b in pending):
+                nxt[a] = dst[a]
+    return tuple(nxt)
+
+
+def _scatter(space: Space, cur: Layout, dst: Layout, axes: tuple[int, ...]) -> Layout | None:
+    """Where a reduce-scatter over `axes` leads: to shards of `dst` where possible, else to any even shards.
+
+    Replicated axes that cut the same dim right after one of `axes` are cut along with it, so that nothing is
+    received that is not wanted. Returns None for a tensor without dims.
+    """
+    nxt = list(cur)
+    for a in axes:
+        d = _dim(dst[a])
+        if d < 0 or _cut_later(space, cur, a, d):
+            p = _best_cut(space, tuple(nxt), dst, a)
+            if p is None:
+                return None
+            nxt[a] = p
+            continue
+        nxt[a] = dst[a]
+    for b, p in enumerate(cur):
+        d = _dim(dst[b])
+        if p is _REPLICATE and d >= 0 and space.sizes[b] > 1 and not _cut_later(space, cur, b, d):
+            if any(a < b and nxt[a] is dst[a] and _dim(dst[a]) == d for a in axes):
+                nxt[b] = dst[b]
+    return tuple(nxt)
+
+
+def _best_cut(space: Space, cur: Layout, dst: Layout, axis: int) -> Placement | None:
+    """A shard for `axis` that keeps what this rank holds of `cur` in place: even, of a dim `dst` leaves whole, long.
+
+    Where a later axis cuts the dim already, a split factor puts `axis` after it, if all is even.
+    """
+    k, best, choice = space.sizes[axis], (False, False, -1), None
+    for d, n in enumerate(space.dims(cur)):
+        later = _cut_later(space, cur, axis, d)
+        p: Placement = Shard(d)
+        if later:
+            if any(f for _, f in space.cuts(cur)[d]):
+                continue
+            if space.shape[d] % (k * space.ranks([a for a, _ in space.cuts(cur)[d]])):
+                continue
+            p = StridedShard(d, split_factor=space.ranks(later))
+        score = (n % k == 0, not any(_dim(q) == d for q in dst), n)
+        if choice is None or score > best:
+            best, choice = score, p
+    return choice
