@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtensor.cost import CostModel, current_cost_model
@@ -83,18 +83,22 @@ def decide(
 
 def all_decisions(
     op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh,
-    keep: Keep | None = None,
+    keep: Keep | None = None, pending: Iterable[str] | None = None,
 ) -> Iterator[Decision]:  # fmt: skip
-    """Every legal strategy, cheapest first: what the law tests run."""
-    return _search(op, rule, inputs, outputs, mesh, keep or {}, best_only=False)
+    """Every legal strategy, cheapest first: what the law tests run.
+
+    `pending` replaces the reductions that are tried for linear groups (default: those of the inputs).
+    """
+    return _search(op, rule, inputs, outputs, mesh, keep or {}, best_only=False, pending=pending)
 
 
 def _search(
     op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh,
-    keep: Keep, best_only: bool,
+    keep: Keep, best_only: bool, pending: Iterable[str] | None = None,
 ) -> Iterator[Decision]:  # fmt: skip
     rule = refine(rule, inputs)
-    pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
+    if pending is None:
+        pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
     choices = rule.choices(pending)
     model = current_cost_model()
     n_out = len(outputs)
