@@ -1,0 +1,19 @@
+"""Tensor-parallel plans for modules: styles say how one module is laid out, a plan says which module gets which.
+
+    net = parallelize_module(net, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+"""
+
+from __future__ import annotations
+
+from loss import loss_parallel
+from parallel.input_reshard import input_reshard
+from parallel.linear import ColwiseParallel, RowwiseParallel
+from parallel.plan import parallelize_module
+from parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from parallel.sequence import SequenceParallel
+from parallel.style import ParallelStyle
+
+__all__ = [
+    "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
+    "RowwiseParallel", "SequenceParallel", "input_reshard", "loss_parallel", "parallelize_module",
+]  # fmt: skip

@@ -1,0 +1,153 @@
+"""input_reshard: keep only a shard of what backward needs of replicated activations, and gather it back then.
+
+Between forward and backward a tensor-parallel module keeps its whole input on every rank. With the hooks of
+this file each rank keeps its piece, and backward gathers the pieces (one all-gather a tensor):
+
+    forward   x (whole on every rank)  --cut-->     piece kept
+    backward  piece                    --gather-->  x
+
+What is cut: replicated DTensors, and the module's own plain tensor inputs, which tensor-parallel modules
+take whole. Everything else (parameters, sharded DTensors, plain tensors that differ between ranks) is kept
+as it is, so every saved tensor comes back exactly, whatever its size. A plain input that was *not* equal on
+all ranks is noticed when it is gathered, by a checksum that travels along, and raises on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dtensor import DeviceMesh, DTensor, Replicate, Shard
+from dtensor.device_mesh import as_mesh
+
+__all__ = ["input_reshard"]
+
+Key = tuple[object, ...]
+
+
+def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
+    """Make `module` keep its replicated activations cut along `input_reshard_dim` until backward.
+
+    Args:
+        tp_device_mesh: the mesh of one axis over which the module is tensor-parallel.
+        input_reshard_dim: the dim to cut; None changes nothing. Tensors without that dim are kept whole.
+
+    Returns `module`, with two hooks. Raises ValueError for a mesh of several axes and TypeError for a dim that
+    is no int.
+    """
+    if input_reshard_dim is None:
+        return module
+    if not isinstance(input_reshard_dim, int) or isinstance(input_reshard_dim, bool):
+        raise TypeError(f"input_reshard: input_reshard_dim must be an int or None, got {input_reshard_dim!r}")
+    mesh = as_mesh(tp_device_mesh)
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"input_reshard: works over one mesh axis\n  got: {mesh!r}\n"
+            '  fix: pass the tensor-parallel axis, e.g. input_reshard(module, mesh["tp"], 0)'
+        )
+    dim, running = input_reshard_dim, _Running()
+
+    def enter(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        keeper = _Keeper(mesh, dim, module, [*args, *kwargs.values()])
+        hooks = torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack)
+        hooks.__enter__()
+        running.stack.append(hooks)
+
+    def leave(_: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if running.stack:
+            running.stack.pop().__exit__()
+
+    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+    return module
+
+
+class _Running(threading.local):
+    """The contexts of the forwards that are running in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What is kept of a tensor: this rank's shard, and how to make the whole again."""
+
+    shard: torch.Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    distributed: bool
+    checksum: torch.Tensor | None
+
+
+class _Keeper:
+    """Pack and unpack of one forward."""
+
+    def __init__(self, mesh: DeviceMesh, dim: int, module: nn.Module, inputs: list[object]) -> None:
+        self.mesh, self.dim = mesh, dim
+        plain = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+        self.inputs = {_key(x) for x in plain}
+        self.parameters = {_key(p) for p in module.parameters()}
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor | _Piece:
+        ndim = x.ndim
+        if not -ndim <= self.dim < ndim or x.shape[self.dim] < 2 or self.mesh.size() == 1:
+            return x
+        key = _key(x)
+        if isinstance(x, DTensor):
+            replicated = x.device_mesh == self.mesh and all(isinstance(p, Replicate) for p in x.placements)
+            if not replicated or key in self.parameters:
+                return x
+            return self._cut(x, True, None)
+        if key not in self.inputs or key in self.parameters or not _is_dense(x):
+            return x
+        return self._cut(x, False, _checksum(x))
+
+    def _cut(self, x: torch.Tensor, distributed: bool, checksum: torch.Tensor | None) -> _Piece:
+        with torch.no_grad():
+            dt = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+            cut = dt.redistribute(placements=[Shard(self.dim % x.ndim)]).to_local().clone()
+        return _Piece(cut, x.shape, x.stride(), distributed, checksum)
+
+    def unpack(self, kept: torch.Tensor | _Piece) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        with torch.no_grad():
+            if kept.checksum is not None:
+                self._check(kept.checksum, kept.shape)
+            dt = DTensor.from_local(
+                kept.shard, self.mesh, [Shard(self.dim % len(kept.shape))], run_check=False,
+                shape=kept.shape, stride=kept.stride,
+            )  # fmt: skip
+            whole = dt.redistribute(placements=[Replicate()])
+            return whole if kept.distributed else whole.to_local()
+
+    def _check(self, checksum: torch.Tensor, shape: torch.Size) -> None:
+        all_sums = DTensor.from_local(checksum, self.mesh, [Shard(0)], run_check=False).full_tensor()
+        if not bool((all_sums == all_sums[0]).all()):
+            raise RuntimeError(
+                f"input_reshard: a plain input of shape {tuple(shape)} was not equal on all ranks of the mesh, so its "
+                "pieces do not make it again\n  rule: plain inputs of the module must be the same on every rank\n"
+                "  fix: do not reshard this module, or pass the input as a DTensor, e.g. "
+                "DTensor.from_local(x, mesh, [Shard(1)])"
+            )
+
+
+def _key(x: torch.Tensor) -> Key:
+    """What identifies the memory that a tensor shows; equal for a tensor and its detached self."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return (local.data_ptr(), x.shape, x.stride(), x.dtype, isinstance(x, DTensor))
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and x.layout == torch.strided and x.device.type != "meta"
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """One int64 that tells tensors apart: the sum of the elements' bits, each weighted by its place."""
+    raw = x.detach().contiguous().view(torch.uint8).flatten().to(torch.int64)
+    place = torch.arange(1, raw.numel() + 1, device=raw.device, dtype=torch.int64) * 2654435761
+    return ((raw + 1) * place).sum().reshape(1)

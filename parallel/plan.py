@@ -1,0 +1,173 @@
+"""parallelize_module: apply a plan, path pattern -> style, to a module.
+
+The whole plan is checked before anything is changed: every pattern must name a module, every style must fit
+its modules, no module may be laid out twice, and a parameter that several modules share must get one layout.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import cast
+
+from torch import nn
+
+from dtensor import DeviceMesh, DTensor, Placement
+from dtensor.device_mesh import as_mesh
+from parallel.style import ParallelStyle
+
+__all__ = ["parallelize_module"]
+
+Plan = ParallelStyle | Mapping[str, ParallelStyle]
+Step = tuple[str, nn.Module, ParallelStyle]
+Tie = list[tuple[nn.Module, str]]
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Lay `module` out over `device_mesh` as `parallelize_plan` says, in place, and return it.
+
+    Args:
+        device_mesh: a mesh of one axis, e.g. `mesh["tp"]`; by default the one of the enclosing `with mesh:`.
+        parallelize_plan: a style for `module` itself, or a mapping from dotted paths to styles. Each part of a
+            path may hold `*`, `?` and `[...]`, matched against the names of children; "" is `module` itself.
+        src_data_rank: position on the mesh whose parameter values count; None: every rank cuts its own values
+            and nothing is sent.
+
+    Raises, before anything is changed: ValueError for a path that names no module, a mesh of several axes, or a
+    shared parameter that would get two layouts; NotImplementedError for a style that does not know its module;
+    RuntimeError for a module that would be laid out twice; TypeError for a plan of another type.
+
+    Example:
+        >>> parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    """
+    mesh = as_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module: parallelize_plan is None, so the module is left as it is", stacklevel=2)
+        return module
+    steps = list(_steps(module, parallelize_plan))
+    _check(steps, mesh)
+    ties = _shared_parameters(module)
+    _check_ties(module, steps, ties)
+    for _, target, style in steps:
+        style.src_data_rank = src_data_rank
+        style._apply(target, mesh)
+    for tie in ties:
+        _tie_again(tie)
+    return module
+
+
+# ------------------------------------------------------------ reading the plan
+def _steps(module: nn.Module, plan: Plan) -> Iterator[Step]:
+    if isinstance(plan, ParallelStyle):
+        yield "", module, plan
+        return
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"parallelize_module: parallelize_plan must be a ParallelStyle or a mapping from module paths to styles, "
+            f"got {type(plan).__name__}"
+        )
+    for path, style in plan.items():
+        if not isinstance(path, str) or not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"parallelize_module: the plan maps paths (str) to ParallelStyle objects, got {path!r}: {style!r}"
+            )
+        found = list(_find(module, path.split(".") if path else [], ""))
+        if not found:
+            raise ValueError(_no_match(module, path))
+        for name, target in found:
+            yield name, target, style
+
+
+def _find(module: nn.Module, tokens: list[str], at: str) -> Iterator[tuple[str, nn.Module]]:
+    if not tokens:
+        yield at, module
+        return
+    # _modules, not named_children: a module that sits under two names is found under both
+    for name, child in module._modules.items():
+        if child is not None and fnmatchcase(name, tokens[0]):
+            yield from _find(child, tokens[1:], f"{at}.{name}" if at else name)
+
+
+def _no_match(module: nn.Module, path: str) -> str:
+    here, good = [module], 0
+    tokens = path.split(".")
+    for good in range(len(tokens)):
+        below = [c for m in here for n, c in m.named_children() if fnmatchcase(n, tokens[good])]
+        if not below:
+            break
+        here = below
+    names = sorted({n for m in here for n, _ in m.named_children()})
+    where = f"below {'.'.join(tokens[:good])!r}" if good else "of the module"
+    return (
+        f"parallelize_module: the plan names {path!r}, but no module matches {tokens[good]!r}\n"
+        f"  got: the children {where} are {', '.join(names) or '(none)'}\n"
+        "  rule: every path in a plan must name at least one module; nothing was changed\n"
+        "  fix: correct the path; print([n for n, _ in module.named_modules()]) lists all"
+    )
+
+
+# ------------------------------------------------------------ checks
+def _check(steps: list[Step], mesh: DeviceMesh) -> None:
+    seen: dict[int, str] = {}
+    for path, target, style in steps:
+        style._check(target, mesh)
+        if not style.lays_out_parameters:
+            continue
+        if id(target) in seen:
+            raise RuntimeError(
+                f"parallelize_module: the plan lays out one {type(target).__name__} twice\n"
+                f"  got: {seen[id(target)]!r} and {path!r}\n  rule: a module is laid out once; nothing was changed\n"
+                "  fix: make the paths name it once"
+            )
+        seen[id(target)] = path
+
+
+def _shared_parameters(module: nn.Module) -> list[Tie]:
+    """Groups of (owner, name) that hold one and the same parameter."""
+    groups: dict[int, Tie] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                groups.setdefault(id(param), []).append((owner, name))
+    return [g for g in groups.values() if len(g) > 1]
+
+
+def _check_ties(module: nn.Module, steps: list[Step], ties: list[Tie]) -> None:
+    planned = {
+        id(target): style._layouts(target) for _, target, style in steps if style.lays_out_parameters
+    }
+    names = {id(m): n for n, m in module.named_modules()}
+    for tie in ties:
+        layouts = [planned.get(id(owner), {}).get(name) for owner, name in tie]
+        if len(set(layouts)) > 1 and not isinstance(getattr(*tie[0]), DTensor):
+            raise ValueError(_untied(tie, layouts, names))
+
+
+def _untied(tie: Tie, layouts: list[Placement | None], names: dict[int, str]) -> str:
+    told = ", ".join(
+        f"{names.get(id(owner), '?')}.{name}: {layout if layout is not None else 'not in the plan'}"
+        for (owner, name), layout in zip(tie, layouts, strict=True)
+    )
+    return (
+        f"parallelize_module: one shared parameter would get several layouts, which would untie it\n  got: {told}\n"
+        "  rule: modules that share a parameter must agree on its layout; nothing was changed\n"
+        "  fix: for a tied embedding and head: RowwiseParallel for the Embedding with ColwiseParallel for the Linear"
+    )
+
+
+def _tie_again(tie: Tie) -> None:
+    """Make the owners share one parameter again, when all now hold one of the same layout."""
+    params = [cast(nn.Parameter, getattr(owner, name)) for owner, name in tie]
+    first = params[0]
+    if not isinstance(first, DTensor):
+        return
+    if all(isinstance(p, DTensor) and p.placements == first.placements for p in params):
+        for owner, name in tie[1:]:
+            owner.register_parameter(name, first)

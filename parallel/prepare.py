@@ -1,0 +1,216 @@
+"""PrepareModule*: bring a module's inputs and outputs into other layouts; the parameters are left alone.
+
+Layouts are given per input (or output), one placement each, None for one that is to be left as it is:
+
+    PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dtensor import DeviceMesh, Placement
+from parallel.style import ParallelStyle, check_placement, one_axis_mesh, relayout, wrap
+
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+
+Layouts = Placement | Sequence[Placement | None] | None
+
+
+def _as_tuple(call: str, name: str, given: Layouts) -> tuple[Placement | None, ...] | None:
+    if given is None:
+        return None
+    items = (given,) if isinstance(given, Placement) else tuple(given)
+    return tuple(None if p is None else check_placement(call, name, p) for p in items)
+
+
+def _same_length(call: str, a: str, b: str, left: Sequence[object] | None, right: Sequence[object] | None) -> None:
+    if left is None and right is None:
+        return
+    if left is None or right is None or len(left) != len(right):
+        raise ValueError(
+            f"{call}: {a} and {b} go together, one pair for each value\n"
+            f"  got: {a}={left!r}, {b}={right!r}\n  fix: give both, of the same length"
+        )
+
+
+def _convert(
+    x: object, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool, call: str
+) -> object:
+    """One value: laid out as `given`, brought to `desired`; untouched when `given` is None."""
+    if given is None or x is None:
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(
+            f"{call}: a layout ({given}) was given for a value that is no tensor\n  got: {type(x).__name__}\n"
+            "  fix: None in its place"
+        )
+    dt = wrap(x, mesh, given, call)
+    if desired is not None:
+        dt = relayout(dt, desired)
+    return dt.to_local() if local else dt
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring a module's inputs into the layouts it wants.
+
+    Args:
+        input_layouts: layouts of plain inputs, one for each positional input.
+        desired_input_layouts: the layouts that forward sees.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword inputs, by name.
+        use_local_output: forward sees plain tensors instead of DTensors.
+
+    Raises ValueError when layouts do not come in pairs and, at the call, when the number of inputs differs.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        call = "PrepareModuleInput"
+        self.input_layouts = _as_tuple(call, "input_layouts", input_layouts)
+        self.desired_input_layouts = _as_tuple(call, "desired_input_layouts", desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        _same_length(
+            call, "input_layouts", "desired_input_layouts", self.input_layouts, self.desired_input_layouts
+        )
+        if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
+            raise ValueError(
+                f"{call}: input_kwarg_layouts and desired_input_kwarg_layouts must name the same inputs\n"
+                f"  got: {sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}"
+            )
+
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        one_axis_mesh(self, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh, local = one_axis_mesh(self, device_mesh), self.use_local_output
+        call = f"PrepareModuleInput of {type(module).__name__}"
+        given, desired = self.input_layouts, self.desired_input_layouts
+        kwargs_given, kwargs_desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+
+        def hook(
+            _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
+            if given is not None and desired is not None:
+                if len(args) != len(given):
+                    raise ValueError(
+                        f"{call}: got {len(args)} positional inputs for {len(given)} input_layouts\n"
+                        "  rule: one layout for each positional input, None for one to leave alone\n"
+                        "  fix: lengthen input_layouts, or use input_kwarg_layouts for inputs passed by name"
+                    )
+                args = tuple(_convert(x, mesh, g, d, local, call) for x, g, d in zip(args, given, desired, strict=True))
+            named = {
+                n: _convert(x, mesh, kwargs_given.get(n), kwargs_desired.get(n), local, f"{call}, input {n!r}")
+                for n, x in kwargs.items()
+            }
+            return args, named
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleInput(input_layouts={self.input_layouts!r}, "
+            f"desired_input_layouts={self.desired_input_layouts!r}, "
+            f"input_kwarg_layouts={self.input_kwarg_layouts!r}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts!r}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring a module's outputs into the layouts its callers want.
+
+    Args:
+        output_layouts: layouts of plain outputs, one for each output.
+        desired_output_layouts: the layouts that the caller sees.
+        use_local_output: the caller sees plain tensors instead of DTensors.
+
+    Raises ValueError when the layouts do not come in pairs and, at the call, when the number of outputs differs.
+    """
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        call = "PrepareModuleOutput"
+        self.output_layouts = _as_tuple(call, "output_layouts", output_layouts) or ()
+        self.desired_output_layouts = _as_tuple(call, "desired_output_layouts", desired_output_layouts) or ()
+        self.use_local_output = use_local_output
+        _same_length(call, "output_layouts", "desired_output_layouts", self.output_layouts, self.desired_output_layouts)
+
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        one_axis_mesh(self, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh, local = one_axis_mesh(self, device_mesh), self.use_local_output
+        call = f"PrepareModuleOutput of {type(module).__name__}"
+        given, desired = self.output_layouts, self.desired_output_layouts
+
+        def hook(_: nn.Module, args: tuple[object, ...], output: object) -> object:
+            outs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+            if len(outs) != len(given):
+                raise ValueError(
+                    f"{call}: forward returned {len(outs)} outputs for {len(given)} output_layouts\n"
+                    "  rule: one layout for each output, None for one to leave alone"
+                )
+            done = [_convert(x, mesh, g, d, local, call) for x, g, d in zip(outs, given, desired, strict=True)]
+            return done[0] if len(done) == 1 and not isinstance(output, (tuple, list)) else tuple(done)
+
+        module.register_forward_hook(hook)
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleOutput(output_layouts={self.output_layouts!r}, "
+            f"desired_output_layouts={self.desired_output_layouts!r}, use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; `use_local_input` is the former's `use_local_output`."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        one_axis_mesh(self, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"

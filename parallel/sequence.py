@@ -1,0 +1,64 @@
+"""SequenceParallel: norms and dropout that work on a sequence cut over the axis, with replicated parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module
+from parallel.style import ParallelStyle, check_fresh, on_input, on_output, one_axis_mesh, relayout, wrap
+
+__all__ = ["SequenceParallel"]
+
+
+class SequenceParallel(ParallelStyle):
+    """Run a module (LayerNorm, RMSNorm, Dropout, ...) on activations that are cut along the sequence.
+
+    Args:
+        sequence_dim: the dim that is cut; 1 for [batch, sequence, ...].
+        use_local_output: give back this rank's plain tensor instead of a DTensor.
+
+    A plain input is taken as this rank's piece already; a DTensor is brought to Shard(sequence_dim). The
+    parameters are replicated as they are, without a broadcast: initialise them alike on all ranks. Their
+    gradients stay pending sums, Partial("sum").
+    """
+
+    lays_out_parameters = True
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = Shard(sequence_dim)
+        self.use_local_output = use_local_output
+
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        one_axis_mesh(self, device_mesh)
+        check_fresh(self, module)
+
+    def _layouts(self, module: nn.Module) -> dict[str, Placement]:
+        return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._check(module, device_mesh)
+        mesh, layout, local = one_axis_mesh(self, device_mesh), self.sequence_sharding, self.use_local_output
+        call = f"SequenceParallel of {type(module).__name__}"
+
+        def prepare(x: object) -> object:
+            if not isinstance(x, torch.Tensor):
+                raise ValueError(f"{call}: expected a tensor or a DTensor as input, got {type(x).__name__}")
+            return relayout(wrap(x, mesh, layout, call), layout)
+
+        def finish(y: object) -> object:
+            return y.to_local() if local and isinstance(y, DTensor) else y
+
+        def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, param in list(part.named_parameters(recurse=False)):
+                if not isinstance(param, DTensor):
+                    value = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+                    part.register_parameter(name, nn.Parameter(value, requires_grad=param.requires_grad))
+
+        distribute_module(module, mesh, partition)
+        on_input(module, prepare)
+        on_output(module, finish)
+        return module
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
