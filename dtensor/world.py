@@ -88,3 +88,11 @@ def current_world() -> World:
 def has_world() -> bool:
     """True where `current_world()` has an answer."""
     return bool(_entered.stack) or dist.is_initialized()
+
+
+def innermost(kind: WorldKind) -> World | None:
+    """The innermost world of `kind` entered on this thread, or None."""
+    for world in reversed(_entered.stack):
+        if world.kind == kind:
+            return world
+    return None

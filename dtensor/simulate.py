@@ -1,0 +1,146 @@
+"""Many ranks in one process.
+
+    def program(n):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        return mesh.comm("tp").all_reduce(torch.full((n,), float(mesh.get_rank())))
+
+    results = dtensor.simulate(4)(program, 3)      # a list, one result a rank
+
+`simulate(n)` runs an unmodified SPMD function on `n` ranks that take turns (see `dtensor.rank_threads`): meshes made
+inside, collectives, backward and the function's own calls to `torch.distributed` work, every rank has its own
+random number streams, and a program whose ranks disagree ends with an error instead of a hang. A default process
+group exists inside; `init_process_group` is neither needed nor allowed.
+
+`fake_world(n)` is for planning: one rank of `n`, any number, that never waits for the others; results have the right
+shapes and no values, and the traffic is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+from torch._C._distributed_c10d import HashStore
+
+from dtensor.comm_fake import FakeWorld, Traffic
+from dtensor.comm_simulated import SimulatedWorld
+from dtensor.rank_threads import CollectiveMismatch, RankThreads
+from dtensor.simulated_group import installed, join_torch, leave_torch
+from dtensor.world import entered
+
+__all__ = ["CollectiveMismatch", "FakeWorld", "RankError", "Traffic", "fake_world", "simulate"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_RANKS = 256
+
+
+class RankError(Exception):
+    """An exception on a simulated rank. `rank` is the rank, `__cause__` the exception.
+
+    What is raised is also an instance of the original exception's class, where that class allows it.
+    """
+
+    rank: int = -1
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_classes: dict[type[BaseException], type[RankError]] = {}
+
+
+def _error_class(original: type[BaseException]) -> type[RankError]:
+    """The class, made once, of a RankError that is also an `original`; RankError where there can be none."""
+    if issubclass(original, RankError):
+        return original
+    if original not in _classes:
+        _classes[original] = _derive_class(original)
+    return _classes[original]
+
+
+def _derive_class(original: type[BaseException]) -> type[RankError]:
+    try:
+        return type(f"Rank{original.__name__}", (RankError, original), {"__str__": RankError.__str__})
+    except TypeError:
+        return RankError
+
+
+def _named(error: BaseException, rank: int) -> BaseException:
+    """`error` as an exception that names the rank; exits and interrupts as they are."""
+    if not isinstance(error, Exception):
+        return error
+    named: RankError
+    try:
+        cls = _error_class(type(error))
+        named = cls.__new__(cls, *error.args)
+        named.args = error.args
+        named.__dict__.update(error.__dict__)
+    except Exception:
+        named = RankError(*error.args)
+    named.rank = rank
+    named.text = f"rank {rank}: {type(error).__name__}: {error}"
+    named.__cause__ = error
+    return named
+
+
+def simulate(world_size: int) -> Callable[..., list[Any]]:
+    """A runner of SPMD functions: `simulate(4)(fn, *args, **kwargs)` is the list of every rank's result.
+
+    All ranks get the same arguments (the same objects). The first exception on a rank ends all others and is
+    raised as a `RankError` of the same type that names the rank; ranks that issue different collectives
+    raise `CollectiveMismatch`, on every rank and here. Raises TypeError or ValueError for a bad `world_size`.
+    """
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        raise TypeError(f"simulate(world_size) takes an int, got {world_size!r}")
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"simulate(world_size) takes 1 to {MAX_RANKS} ranks, got {world_size}")
+
+    def run(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        threads = RankThreads(world_size)
+        store = HashStore()
+
+        def body(rank: int) -> T:
+            world = SimulatedWorld(threads, rank)
+            with entered(world):
+                join_torch(world, store)
+                try:
+                    return fn(*args, **kwargs)
+                finally:
+                    leave_torch(world)
+
+        with installed():
+            results: list[T] = threads.run(body)
+        if threads.error is not None:
+            if threads.failed is None:
+                raise threads.error
+            raise _named(threads.error, threads.failed)
+        return results
+
+    return run
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeWorld]:
+    """Be `rank` of a world of `world_size` ranks that does not exist, inside the `with`.
+
+    Gives the world, whose `traffic` lists the collectives issued. Raises ValueError for a rank outside it.
+    """
+    world = FakeWorld(world_size, rank)
+    with entered(world):
+        yield world
+
+
+simulate.fake_world = fake_world  # type: ignore[attr-defined]  # the package exports the function by this module's name
+
+
+class _Callable(ModuleType):
+    def __call__(self, world_size: int) -> Callable[..., list[Any]]:
+        return simulate(world_size)
+
+
+sys.modules[__name__].__class__ = _Callable
