@@ -7,6 +7,7 @@ moved, and the list op runs once on the local lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,9 +115,10 @@ def _element(whole: Call, lists: Sequence[str], i: int, outs: Sequence[TensorMet
 
 def _decide(info: OpInfo, entry: Entry | None, call: Call, mesh: Any) -> Decision:
     rule = entry.build(call) if entry is not None else None
-    if rule is None:
+    if rule is None or rule.local is not None:
         notice(info, call)
         rule = replicated_rule(call)
+    rule = replace(rule, kernels=())
     keep = {call.names.index(n): -1 for n in info.written if n in call.names}
     decision = decide(info.name, rule, call.inputs, call.outputs, mesh, keep)
     if decision is None:

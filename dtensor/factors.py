@@ -146,8 +146,9 @@ class Rule:
         linear: what pending inputs pass through.
         kernels: strategies with a local part of their own.
         localize: static arguments that become local.
+        local: the local part of plain strategies where it is not the op itself, e.g. the mean of a shard, which is
+            its sum divided by the global count. Not used where every axis replicates.
         rows: complete strategies given as placements (outputs, inputs), for rules written as tables.
-        frozen_inputs: inputs that must arrive replicated whatever is chosen (e.g. optimizer steps).
     """
 
     inputs: tuple[Dims, ...]
@@ -160,6 +161,7 @@ class Rule:
     linear: tuple[Linear, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     localize: Localize | None = None
+    local: Kernel | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
 
     def choices(self, pending: Iterable[str]) -> tuple[Choice, ...]:

@@ -282,7 +282,10 @@ def present_groups(text: str, call: Call) -> tuple[Linear, ...]:
     for group in linear_groups(text):
         at, whole = [], True
         for i in sorted(group.inputs):
-            name = names[i] if i < len(names) else ""
+            if i >= len(names):  # a number in this overload, e.g. add.Scalar
+                whole = False
+                continue
+            name = names[i]
             index = call.index(name)
             if index is not None:
                 at.append(index)

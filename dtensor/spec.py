@@ -154,7 +154,7 @@ class Spec:
         placements: one per mesh axis.
         shape, stride, dtype: of the global tensor (elements).
         tensor_meta: the last three as a `TensorMeta`.
-        local_shape: this rank's shard (zeros in every dim for a rank outside the mesh).
+        local_shape: this rank's shard ([0] for a rank outside the mesh).
     """
 
     __slots__ = ("__weakref__", "_bound", "dtype", "local_shape", "mesh", "placements", "shape", "stride", "tensor_meta")
@@ -196,7 +196,7 @@ class Spec:
         spec.shape, spec.stride = torch.Size(shape), tuple(stride)
         spec.tensor_meta = TensorMeta(spec.shape, spec.stride, dtype)
         spec._bound = -1
-        spec.local_shape = torch.Size([0] * len(shape)) if mesh.coord is None else spec.local_shape_of(mesh.coord)
+        spec.local_shape = torch.Size([0] if shape else []) if mesh.coord is None else spec.local_shape_of(mesh.coord)
         return spec
 
     # ------------------------------------------------------------ derived facts

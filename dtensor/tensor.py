@@ -9,7 +9,6 @@ Names and signatures follow `torch.distributed.tensor`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -240,6 +239,8 @@ class DTensor(torch.Tensor):
             )
         _set_data(self, other)
         self._local_tensor, self._spec = other._local_tensor, other._spec
+        if self.requires_grad:
+            _watch(self)
 
     # ------------------------------------------------------------ values
     def tolist(self) -> Any:
@@ -442,16 +443,14 @@ def _internal(x: DTensor, placed: tuple[Placement, ...]) -> DTensor:
 
 def _watch(leaf: DTensor) -> None:
     """Bring the gradients of a leaf into its layout; on replicated axes they may stay pending."""
-    if not leaf.is_leaf or getattr(leaf, "_watched", False):
+    if not leaf.is_leaf or getattr(leaf, "_watched", None) is leaf._spec:
         return
-    leaf._watched = True  # type: ignore[attr-defined]
-    ref = weakref.ref(leaf)
+    leaf._watched = spec = leaf._spec  # type: ignore[attr-defined]
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
-        leaf = ref()
-        if leaf is None or type(grad) is not DTensor or grad._spec.mesh != leaf._spec.mesh:
+        if type(grad) is not DTensor or grad._spec.mesh != spec.mesh or grad.ndim != spec.ndim:
             return grad
-        own, got = leaf._spec.placements, grad._spec.placements
+        own, got = spec.placements, grad._spec.placements
         if own is got or own == got:
             return grad
         target = tuple(
