@@ -131,8 +131,8 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
 
     Input: layouts with the same Partial axes. Returns: no steps where the layouts cut alike; a slice where
     `over` is empty; an all-gather (after a slice) where all ranks along `over` want all that they hold together,
-    unless shards of several axes are so uneven that a gather, which sends the largest size, costs more; else an
-    all-to-all with split sizes.
+    unless shards are so uneven that this, which sends the largest size, costs more (on one axis: by a launch);
+    else an all-to-all with split sizes.
     """
     over: set[int] = set()
     pure = True
@@ -155,6 +155,7 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
         mid = tuple(p if a in over else dst[a] for a, p in enumerate(src))
         cost, first = (0.0, ()) if space.cuts(mid) == cut_src else one_shot(space, src, mid)
         gather, second = space.step("all_gather", axes, mid if first else src, dst)
-        if len(axes) == 1 or cost + gather <= space.step("all_to_all", axes, src, dst)[0]:
+        grace = space.model.floor(1, 0) if len(axes) == 1 else 0.0
+        if cost + gather <= space.step("all_to_all", axes, src, dst)[0] + grace:
             return cost + gather, first + second
     return space.step("all_to_all", axes, src, dst)

@@ -76,7 +76,7 @@ def plan_reshard(src: Spec, dst: Spec) -> ReshardPlan:
     return _plan(src, dst, current_cost_model())
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=8192)
 def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
     _check(src, dst)
     sizes = src.mesh.shape

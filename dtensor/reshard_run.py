@@ -19,6 +19,7 @@ import torch
 from dtensor.comm import Communicator, Pending
 from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Partial
+from dtensor.reshard_async import unwaited
 from dtensor.reshard_geometry import common, holdings, members, region_shape
 from dtensor.reshard_local import Join, Take
 from dtensor.reshard_plan import plan_reshard
@@ -131,6 +132,10 @@ def _unwaited(result: torch.Tensor | Pending[torch.Tensor]) -> torch.Tensor:
     return result.tensor if isinstance(result, Pending) else result
 
 
+def _pending(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
+    return result if isinstance(result, Pending) else Pending(result)
+
+
 def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     comm, op = _comm(spec, step), _reduce_op(step)
 
@@ -161,8 +166,15 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     want = holdings(spec, step.dst, coord)
     parts = [holdings(spec, step.src, other) for other in members(spec, step.axes, coord)]
     join = Join([common(part, want)[1] for part in parts], region_shape(want))
-    shapes = [region_shape(part) for part in parts]
-    return lambda x, _: join(comm.all_gather(x, shapes))
+    shapes, out_shape = [region_shape(part) for part in parts], region_shape(want)
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if async_op:
+            pending = _pending(comm.all_gather(x, shapes, async_op=True))
+            return unwaited(lambda: join(pending.wait()), x, out_shape)
+        return join(comm.all_gather(x, shapes))
+
+    return run
 
 
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
@@ -174,12 +186,19 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
     into = [common(holdings(spec, step.src, other), want)[1] for other in group]
     join = Join(into, region_shape(want))
+    out_shape = region_shape(want)
     shapes: Sequence[tuple[int, ...]] = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         parts = take(x)
         mine, parts[me] = parts[me], x.new_empty(0)
-        got = comm.all_to_all(parts, shapes)
+        if async_op:
+            pending = _pending(comm.all_to_all(parts, shapes, async_op=True))
+            mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile
+            return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
+        return finish(comm.all_to_all(parts, shapes), mine)
+
+    def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 

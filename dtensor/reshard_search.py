@@ -16,7 +16,10 @@ from dtensor.reshard_step import Layout, Step
 __all__ = ["cheapest", "move"]
 
 _REPLICATE = Replicate()
-Edges = Callable[[Layout], Iterable[tuple[Layout, Path]]]
+_SLACK = 1 + 1e-9
+"""A known path's cost may be a rounding below the same path's cost as the search adds it up."""
+Edges = Callable[[Layout, float], Iterable[tuple[Layout, Path]]]
+"""From a layout, and the seconds that a path through it may still take, to the layouts that may follow."""
 
 
 def move(space: Space, src: Layout, dst: Layout) -> Path:
@@ -32,9 +35,11 @@ def move(space: Space, src: Layout, dst: Layout) -> Path:
     collectives = [s for s in direct[1] if s.is_collective]
     if len(differ) < 2 or not collectives or direct[0] <= space.model.floor(2, collectives[0].nbytes):
         return direct
-    return _search(
-        src, dst, lambda cur: ((nxt, one_shot(space, cur, nxt)) for nxt in _between(cur, dst, differ)), direct[0]
-    )
+
+    def edges(cur: Layout, slack: float) -> Iterator[tuple[Layout, Path]]:
+        return ((nxt, one_shot(space, cur, nxt)) for nxt in _between(cur, dst, differ))
+
+    return _search(src, dst, edges, direct[0])
 
 
 def _between(cur: Layout, dst: Layout, axes: list[int]) -> Iterator[Layout]:
@@ -53,13 +58,48 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
     fewer replicated ones, so the search ends.
     Returns: cost and steps.
     """
-    if not _pending(space, src, dst):
+    pending = _pending(space, src, dst)
+    if not pending:
         return move(space, src, dst)
-    return _search(src, dst, lambda cur: _edges(space, cur, dst), float("inf"))
+    known = float("inf") if len(pending) == 1 else _plain_cost(space, src, dst, pending)
+    launch = space.model.floor(1, 0)
+    return _search(
+        src,
+        dst,
+        lambda cur, slack: _edges(space, cur, dst, slack),
+        known,
+        lambda cur: launch if _pending(space, cur, dst) else 0.0,
+    )
 
 
-def _search(src: Layout, dst: Layout, edges: Edges, limit: float) -> Path:
-    """Uniform-cost search; ties go to fewer collectives, then to the edge found first."""
+def _plain_cost(space: Space, src: Layout, dst: Layout, pending: list[int]) -> float:
+    """The cheaper of two plain ways: slice, reduce each kind at once, move; with what `dst` shards scattered first."""
+    cut = [a for a in pending if _dim(dst[a]) >= 0]
+    costs = []
+    sliced = _slice(space, src, dst, pending)
+    first = 0.0 if sliced == src else space.step("slice", (), src, sliced)[0]
+    for scattered in ([], cut) if cut else ([],):
+        cur, cost = sliced, first
+        for axes, scatter in ((scattered, True), ([a for a in pending if a not in scattered], False)):
+            for kind in dict.fromkeys(src[a] for a in axes):
+                some = tuple(a for a in axes if src[a] is kind)
+                nxt = _scatter(space, cur, dst, some) if scatter else None
+                name = "reduce_scatter" if nxt is not None else "all_reduce"
+                nxt = nxt or tuple(_REPLICATE if a in some else p for a, p in enumerate(cur))
+                cost += space.step(name, some, cur, nxt)[0]
+                cur = nxt
+        costs.append(cost + move(space, cur, dst)[0])
+    return min(costs)
+
+
+def _search(
+    src: Layout, dst: Layout, edges: Edges, limit: float, rest: Callable[[Layout], float] | None = None
+) -> Path:
+    """Uniform-cost search; ties go to fewer collectives, then to the edge found first.
+
+    Input: `limit`, the cost of a path that is known; `rest`, what a layout still takes at least. No path that
+    must cost more than the limit is followed.
+    """
     best: dict[Layout, tuple[float, int]] = {src: (0.0, 0)}
     came: dict[Layout, tuple[Layout, tuple[Step, ...]]] = {}
     queue: list[tuple[float, int, int, Layout]] = [(0.0, 0, 0, src)]
@@ -70,13 +110,16 @@ def _search(src: Layout, dst: Layout, edges: Edges, limit: float) -> Path:
             break
         if (cost, launches) > best[cur]:
             continue
-        for nxt, (extra, edge) in edges(cur):
+        for nxt, (extra, edge) in edges(cur, limit - cost):
             total = (cost + extra, launches + sum(s.is_collective for s in edge))
-            if total[0] <= limit and (nxt not in best or total < best[nxt]):
+            least = total[0] if rest is None else total[0] + rest(nxt)
+            if least <= limit * _SLACK and (nxt not in best or total < best[nxt]):
                 best[nxt] = total
                 came[nxt] = (cur, edge)
                 limit = min(limit, total[0]) if nxt == dst else limit
                 heapq.heappush(queue, (*total, next(order), nxt))
+    if dst not in best:  # the known path uses an edge that is left out for a cheaper one, by a rounding of shard sizes
+        return _search(src, dst, edges, float("inf"), rest)
     steps: tuple[Step, ...] = ()
     at = dst
     while at in came and at != src:
@@ -89,8 +132,12 @@ def _pending(space: Space, cur: Layout, dst: Layout) -> list[int]:
     return [a for a, p in enumerate(cur) if isinstance(p, Partial) and p is not dst[a] and space.sizes[a] > 1]
 
 
-def _edges(space: Space, cur: Layout, dst: Layout) -> Iterator[tuple[Layout, Path]]:
-    """What may follow `cur`: see `cheapest`."""
+def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tuple[Layout, Path]]:
+    """What may follow `cur`: see `cheapest`.
+
+    Left out are edges after which `slack` does not allow the launch that would still be needed, and all-reduces
+    where a reduce-scatter leads for less to shards from which `dst` is a slice: what follows costs less too.
+    """
     pending = _pending(space, cur, dst)
     if not pending:
         yield dst, move(space, cur, dst)
@@ -98,15 +145,22 @@ def _edges(space: Space, cur: Layout, dst: Layout) -> Iterator[tuple[Layout, Pat
     sliced = _slice(space, cur, dst, pending)
     if sliced != cur:
         yield sliced, space.step("slice", _changed(cur, sliced), cur, sliced)
+    two = space.model.floor(2, 0)
     for n in range(len(pending), 0, -1):
+        if n < len(pending) and slack < two:
+            return
         for axes in itertools.combinations(pending, n):
             if any(cur[a] is not cur[axes[0]] for a in axes):
                 continue
             reduced = tuple(_REPLICATE if a in axes else p for a, p in enumerate(cur))
-            yield reduced, space.step("all_reduce", axes, cur, reduced)
+            whole = space.step("all_reduce", axes, cur, reduced)
             scattered = _scatter(space, cur, dst, axes)
             if scattered is not None:
-                yield scattered, space.step("reduce_scatter", axes, cur, scattered)
+                part = space.step("reduce_scatter", axes, cur, scattered)
+                yield scattered, part
+                if part[0] <= whole[0] and space.extends(scattered, dst):
+                    continue
+            yield reduced, whole
 
 
 def _changed(cur: Layout, nxt: Layout) -> tuple[int, ...]:
