@@ -224,7 +224,8 @@ class Plan:
     __slots__ = ("call", "decision", "execute", "inplace", "kernel", "moves", "out", "overrides", "places", "run", "seed")
 
     def __init__(self, info: OpInfo, call: Call, decision: Decision, structure: str, arg_names: Sequence[str]) -> None:
-        self.call, self.decision, self.run = call, decision, info.run
+        bound = decision.rule.bind(decision.inputs, decision.outputs) if decision.rule.bind else None
+        self.call, self.decision, self.run = call, decision, bound or info.run
         self.kernel = decision.kernel
         self.moves = tuple(
             (i, s, d) for i, (s, d) in enumerate(zip(call.inputs, decision.inputs, strict=True)) if s is not d
@@ -312,6 +313,8 @@ class Plan:
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
             got = self.compute(local, named)
             if self.inplace:
+                if self.kernel is not None and structure == "one":
+                    args[0]._local_tensor.copy_(got)
                 return args[0] if structure == "one" else None
             if structure == "none":
                 return got

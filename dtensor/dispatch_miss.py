@@ -65,7 +65,7 @@ def layouts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with plain tensors among DTensors: one-element ones and, if asked, all count as replicated."""
     mesh = common_mesh(info, args, kwargs)
-    implicit = getattr(hot._flags, "implicit", False)
+    implicit = getattr(hot._flags, "implicit", False) or _autograd_zeros(info)
     schema = info.func._schema.arguments
 
     def convert(a: Any) -> Any:
@@ -99,6 +99,11 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if info.written and info.func._schema.returns:
         return args[0]
     return result
+
+
+def _autograd_zeros(info: OpInfo) -> bool:
+    """Inside a backward, autograd joins gradients with plain zeros where an output of split or unbind had none."""
+    return info.name in ("aten.cat.default", "aten.stack.default") and torch._C._current_graph_task_id() >= 0
 
 
 def common_mesh(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:

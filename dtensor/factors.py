@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtensor.kernel import KernelContext
 
 __all__ = [
-    "Choice", "Dims", "Kernel", "Linear", "Rule", "State", "Want",
+    "Bind", "Choice", "Dims", "Kernel", "Linear", "Rule", "State", "Want",
     "antitone", "linear", "monotone", "parse_pattern", "passes", "refine",
 ]  # fmt: skip
 
@@ -132,6 +132,10 @@ Localize = Callable[[Sequence[Spec], Sequence[Spec | None]], Mapping[str, object
 """(input specs, output specs) -> values of static arguments for this rank's local op, by argument name."""
 
 
+Bind = Callable[[Sequence[Spec], Sequence[Spec | None]], Callable[..., object] | None]
+"""(input specs, output specs) -> what runs on the local arguments instead of the op; None: the op itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What one call of an op means. See the module's text.
@@ -146,6 +150,7 @@ class Rule:
         linear: what pending inputs pass through.
         kernels: strategies with a local part of their own.
         localize: static arguments that become local.
+        bind: a function that runs in the op's place, with the op's arguments; made once per plan and rank.
         local: the local part of plain strategies where it is not the op itself, e.g. the mean of a shard, which is
             its sum divided by the global count. Not used where every axis replicates.
         rows: complete strategies given as placements (outputs, inputs), for rules written as tables.
@@ -161,6 +166,7 @@ class Rule:
     linear: tuple[Linear, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     localize: Localize | None = None
+    bind: Bind | None = None
     local: Kernel | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
 
