@@ -1,0 +1,46 @@
+"""Placements: predicates, identity, immutability, text."""
+
+import copy
+import pickle
+
+import pytest
+
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, _StridedShard, as_placement
+
+ALL = [Shard(0), Shard(-1), StridedShard(1, split_factor=4), Replicate(), Partial(), Partial("max"), Partial("norm2")]
+
+
+@pytest.mark.parametrize("p", ALL, ids=repr)
+def test_value_semantics(p: Placement) -> None:
+    assert pickle.loads(pickle.dumps(p)) is p
+    assert copy.deepcopy(p) is p
+    names = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_StridedShard": _StridedShard}
+    assert eval(repr(p), names) is p
+    assert [q for q in ALL if q == p] == [p]
+    with pytest.raises(AttributeError):
+        p.dim = 3  # type: ignore[attr-defined]
+
+
+def test_predicates() -> None:
+    assert Shard(1).is_shard() and Shard(1).is_shard(1) and not Shard(1).is_shard(0)
+    assert not StridedShard(1, split_factor=2).is_shard()
+    assert Replicate().is_replicate() and not Replicate().is_partial()
+    assert Partial("max").is_partial() and Partial("max").is_partial("max") and not Partial("max").is_partial("sum")
+    assert Partial(None) is Partial("sum")
+    assert str(Shard(0)) == "S(0)" and str(Replicate()) == "R" and str(Partial()) == "P(sum)"
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Partial("bogus"), ValueError),
+        (lambda: Shard("a"), TypeError),  # type: ignore[arg-type]
+        (lambda: Shard(1.5), TypeError),  # type: ignore[arg-type]
+        (lambda: StridedShard(0, split_factor=0), ValueError),
+        (lambda: StridedShard(0, split_factor=2, sf=2), TypeError),
+        (lambda: as_placement("S(0)"), TypeError),
+    ],
+)
+def test_refused(make, error) -> None:
+    with pytest.raises(error):
+        make()
