@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dtensor import random as rng
+from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
 from dtensor.propagate import Decision
 from dtensor.registry import Call, Entry, lookup, on_clear, op_name
@@ -227,6 +228,9 @@ class Plan:
         bound = decision.rule.bind(decision.inputs, decision.outputs) if decision.rule.bind else None
         self.call, self.decision, self.run = call, decision, bound or info.run
         self.kernel = decision.kernel
+        if self.kernel is None and decision.rule.local is not None:
+            part = decision.rule.local(decision.inputs, decision.outputs)
+            self.kernel = None if part is None else Kernel("local", frozenset(), (), part)
         self.moves = tuple(
             (i, s, d) for i, (s, d) in enumerate(zip(call.inputs, decision.inputs, strict=True)) if s is not d
         )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtensor.kernel import KernelContext
 
 __all__ = [
-    "Bind", "Choice", "Dims", "Kernel", "Linear", "Rule", "State", "Want",
+    "Bind", "Choice", "Dims", "Kernel", "Linear", "LocalPart", "Rule", "State", "Want",
     "antitone", "linear", "monotone", "parse_pattern", "passes", "refine",
 ]  # fmt: skip
 
@@ -136,6 +136,10 @@ Bind = Callable[[Sequence[Spec], Sequence[Spec | None]], Callable[..., object] |
 """(input specs, output specs) -> what runs on the local arguments instead of the op; None: the op itself."""
 
 
+LocalPart = Callable[[Sequence[Spec], Sequence[Spec | None]], "Callable[[KernelContext], object] | None"]
+"""(input specs, output specs) -> what computes this rank's outputs in the op's place; None: the op itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What one call of an op means. See the module's text.
@@ -151,8 +155,8 @@ class Rule:
         kernels: strategies with a local part of their own.
         localize: static arguments that become local.
         bind: a function that runs in the op's place, with the op's arguments; made once per plan and rank.
-        local: the local part of plain strategies where it is not the op itself, e.g. the mean of a shard, which is
-            its sum divided by the global count. Not used where every axis replicates.
+        local: the local part of strategies without a kernel where it is not the op itself, e.g. the mean of a
+            shard, which is its sum divided by the global count.
         rows: complete strategies given as placements (outputs, inputs), for rules written as tables.
     """
 
@@ -167,7 +171,7 @@ class Rule:
     kernels: tuple[Kernel, ...] = ()
     localize: Localize | None = None
     bind: Bind | None = None
-    local: Kernel | None = None
+    local: LocalPart | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
 
     def choices(self, pending: Iterable[str]) -> tuple[Choice, ...]:

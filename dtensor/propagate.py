@@ -215,8 +215,7 @@ def _finish(
         for m, p in zip(outputs, prefix.outs, strict=True)
     )
     on = [(a, c) for a, c in enumerate(prefix.choices) if c.kernel is not None]
-    cut = any(c.label != "R" for c in prefix.choices)
-    kernel = on[0][1].kernel if on else rule.local if cut else None
+    kernel = on[0][1].kernel if on else None
     return Decision(
         op, tuple(c.label for c in prefix.choices), ins, outs, rule, kernel,
         tuple(a for a, _ in on), tuple(c.factor or 0 for _, c in on), cost,
