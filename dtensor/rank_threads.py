@@ -205,8 +205,9 @@ class RankThreads:
     ) -> Any:
         """Wait for all of `ranks`, then return `combine(payloads)[position]`, payloads and results by position.
 
-        `combine` runs once, on the last rank to arrive; a CollectiveMismatch that it raises goes to all. Raises CollectiveMismatch where another rank of the group
-        came with another signature, and where the group cannot come together.
+        `combine` runs once, on the last rank to arrive; a CollectiveMismatch that it raises goes to all. Raises
+        CollectiveMismatch where another rank of the group came with another signature, and where the group
+        cannot come together.
         """
         if self.error is not None:
             self.check()

@@ -343,12 +343,11 @@ class SimulatedProcessGroup(_Group):  # type: ignore[misc]
         signature = ("recv", "src", shown, "shape", tuple(out.shape), "dtype", out.dtype, "tag", tag)
 
         def receive() -> int:
-            i, message = self._world.threads.collect(self._world.rank, keys, signature, self._ranks)
-            source = sources[i]
+            which, message = self._world.threads.collect(self._world.rank, keys, signature, self._ranks)
             if len(observers):
                 observers.report("recv", self._ranks, out.numel(), out.itemsize)
             _fill(out, message)
-            return source
+            return int(sources[which])
 
         return _Receive(receive)
 
