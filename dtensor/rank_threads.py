@@ -178,7 +178,6 @@ class RankThreads:
             self._ranks[following].turn.release()
             me.turn.acquire()
             me.streams.restore()
-        self.check()
 
     def check(self) -> None:
         """Raise on this rank what has ended the run, if something has."""
@@ -231,7 +230,8 @@ class RankThreads:
             for other in meeting.members:
                 if other != rank:
                     self._make_ready(other)
-        if meeting.results is None:
+        if meeting.results is None:  # the run ended before the others came
+            self.check()
             raise RankStopped
         return meeting.results[position]
 
