@@ -2,74 +2,181 @@
 
 Any op with torch's `pointwise` tag uses the default entry, without linearity. What is listed here says what
 pending inputs pass through: `0+1` is linear in both together (add), `0|1` in either (mul), `max:0` monotone,
-`neg:0` antitone, `any:0` only moves elements.
+`neg:0` antitone, `any:0` only moves elements. The same words are read with care for dtypes: booleans are not
+added up, averages of integers are rounded, a cast on the way may round.
+
+Functions that are monotone only where they are defined (sqrt, log) are not listed: a pending maximum may be
+held together by a rank whose own part is negative. Nor are those that swallow NaN (sign, fmax).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
-from dtensor.factors import Dims, Rule
-from dtensor.registry import Call, present_groups, register
+from dtensor.factors import Dims, Linear, Rule
+from dtensor.registry import Builder, Call, pattern, present_groups, register
+from propagation_rules.dtypes import cast_passes, is_exact
+
+__all__ = [
+    "NUMBERS", "broadcast_dims", "broadcast_rule", "broadcast_shape", "is_list_op", "pointwise", "register_with_lists",
+]  # fmt: skip
+
+NUMBERS = "* alpha value scalar scalars weight"
+"""Arguments of pointwise ops whose value changes neither layouts nor metadata."""
+
+
+# ------------------------------------------------------------ the builder
+def broadcast_dims(shape: torch.Size, into: torch.Size) -> Dims:
+    """Factors of a tensor of `shape` that broadcasts into `into`, one factor a dim of `into`."""
+    first = len(into) - len(shape)
+    return tuple((first + i,) if size == into[first + i] else () for i, size in enumerate(shape))
+
+
+def broadcast_shape(shapes: Iterable[torch.Size]) -> torch.Size:
+    """The shape that tensors of `shapes`, which fit, broadcast to."""
+    out: list[int] = []
+    for shape in shapes:
+        out[:0] = shape[: max(len(shape) - len(out), 0)]
+        for d in range(1, len(shape) + 1):
+            if out[-d] == 1:
+                out[-d] = shape[-d]
+    return torch.Size(out)
+
+
+def is_list_op(call: Call) -> bool:
+    """True when `call` is one element of a `_foreach_*` op, which can have no local part of its own."""
+    return "::_foreach_" in call.op._schema.name
+
+
+def shared_inputs(call: Call) -> frozenset[int]:
+    """Inputs of a list op that all elements share."""
+    if not is_list_op(call):
+        return frozenset()
+    shared = {a.name for a in call.op._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")}
+    return frozenset(i for i, n in enumerate(call.names) if n in shared)
+
+
+def broadcast_rule(call: Call, groups: Iterable[Linear] = ()) -> Rule:
+    """The rule of a call whose tensors all broadcast together."""
+    apart = {i for i in shared_inputs(call) if call.inputs[i].ndim}
+    shape = broadcast_shape(s.shape for i, s in enumerate(call.inputs) if i not in apart)
+    return Rule(
+        tuple(((),) * s.ndim if i in apart else broadcast_dims(s.shape, shape) for i, s in enumerate(call.inputs)),
+        tuple(() if m is None else broadcast_dims(m.shape, shape) for m in call.outputs),
+        tuple(shape),
+        linear=tuple(groups),
+    )
+
+
+def sound_groups(call: Call, groups: Iterable[Linear]) -> tuple[Linear, ...]:
+    """`groups` without what the dtypes forbid, and without inputs that all elements of a list op share."""
+    shared = shared_inputs(call)
+    outs = [m.dtype for m in call.outputs if m is not None] or [s.dtype for s in call.inputs[:1]]
+    found = []
+    for group in groups:
+        dtypes = {call.inputs[i].dtype for i in group.inputs}
+        ops = group.ops
+        if ops == (("*", "*"),):
+            each = [cast_passes(src, dst) for src in dtypes for dst in outs]
+            some = [e for e in each if e != ops]
+            ops = tuple(p for p in some[0] if all(p in e for e in some)) if some else ops
+        elif any(is_exact(d) for d in dtypes):
+            drop = {"avg", "sum"} if torch.bool in dtypes else {"avg"}
+            ops = () if ("max", "min") in ops else tuple(p for p in ops if p[0] not in drop)
+        if ops and not group.inputs & shared:
+            found.append(Linear(group.inputs, ops, group.whole_outputs))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class pointwise:  # noqa: N801 - used as a function
-    """Builder of a pointwise rule; `linear` as in `dtensor.registry.linear_groups`."""
+    """Builder of a pointwise rule; `linear` as in `dtensor.registry.linear_groups`, `more` further groups."""
 
     linear: str = ""
+    more: tuple[Linear, ...] = ()
 
     def __call__(self, call: Call) -> Rule:
-        shape = torch.broadcast_shapes(*(s.shape for s in call.inputs))
-        n = len(shape)
-
-        def dims(t: torch.Size) -> Dims:
-            first = n - len(t)
-            return tuple((first + i,) if size == shape[first + i] else () for i, size in enumerate(t))
-
-        return Rule(
-            tuple(dims(s.shape) for s in call.inputs),
-            tuple(() if m is None else dims(m.shape) for m in call.outputs),
-            tuple(shape),
-            linear=present_groups(self.linear, call),
-        )
+        if not self.linear:
+            return broadcast_rule(call)
+        more = (g for g in self.more if max(g.inputs) < len(call.inputs))
+        return broadcast_rule(call, sound_groups(call, (*present_groups(self.linear, call), *more)))
 
     @property
     def text_form(self) -> str:
         """Printed form."""
-        return "pointwise" + (f"   linear {self.linear}" if self.linear else "")
+        more = "".join(f" and {dict(g.ops)} in {sorted(g.inputs)}" for g in self.more)
+        return "pointwise" + (f"   linear {self.linear}{more}" if self.linear else "")
 
 
-def _to_copy(call: Call) -> Rule:
-    """Casting keeps pending sums only where rounding cannot change them: not to integers, not to bool."""
-    src, dst = call.inputs[0].dtype, call.outputs[0].dtype  # type: ignore[union-attr]
-    floats = (src.is_floating_point, dst.is_floating_point, src.is_complex, dst.is_complex)
-    exact = src == dst or (dst.is_floating_point and not src.is_complex) or dst.is_complex
-    widening = not any(floats) and dst != torch.bool and src != torch.bool and dst.itemsize >= src.itemsize
-    groups = "any:0" if src == dst else "0|max:0" if exact and src != torch.bool else "0" if widening else ""
-    return pointwise(groups)(call)
+def register_with_lists(names: str, build: Builder, values: str = NUMBERS) -> None:
+    """Register ops given as `add mul.Tensor` and the `_foreach_` forms that exist of them."""
+    for name in names.split():
+        register(f"aten.{name}", build, values=values)
+        if "." not in name and hasattr(torch.ops.aten, f"_foreach_{name}"):
+            register(f"aten._foreach_{name}", build, values=values)
 
 
-register("aten.<pointwise>", pointwise(), values="*")
-register("aten.add aten.sub aten.rsub", pointwise("0+1"), values="* alpha")
-register("aten.mul", pointwise("0|1"), values="*")
-register("aten.div.Tensor aten.div.Scalar", pointwise("0"), values="*")
-register("aten.div.Tensor_mode aten.div.Scalar_mode", pointwise(), values="*")
-register("aten.neg", pointwise("0|neg:0"), values="*")
-register("aten.positive aten.conj_physical aten._conj_physical aten.real aten.imag aten._neg_view", pointwise("0"), values="*")
-register("aten._conj", pointwise("0"), values="*")
-register("aten.clone aten.alias aten.detach aten.lift_fresh aten._conj_copy aten.contiguous", pointwise("any:0"))
-register("aten._to_copy", _to_copy)
-register("aten.lerp", pointwise("0+1"), values="*")
-register("aten.where.self", pointwise("any:1+2"), values="*")
-register("aten.where.ScalarSelf aten.where.ScalarOther aten.where.Scalar", pointwise(), values="*")
-register("aten.maximum aten.fmax", pointwise("max:0+1"), values="*")
-register("aten.minimum aten.fmin", pointwise("max:0+1"), values="*")
+# ------------------------------------------------------------ the table
+register("aten.<pointwise>", pointwise(), values=NUMBERS)
 register(
-    "aten.relu aten.exp aten.sigmoid aten.tanh aten.floor aten.ceil aten.round aten.trunc aten.sign aten.sqrt aten.log "
-    "aten.log1p aten.expm1 aten.erf aten.clamp_min.default aten.clamp_max.default",
-    pointwise("max:0"), values="*",
+    "aten.__and__ aten.__lshift__ aten.__or__ aten.__rshift__ aten.__xor__ aten.complex aten.floor_divide "
+    "aten.hardswish aten.isin.Tensor_Scalar aten.polar aten.special_ndtr aten._prelu_kernel aten._foreach_pow",
+    pointwise(), values=NUMBERS,
 )  # fmt: skip
-register("aten.copy", pointwise("any:0+1"))
+
+# linear
+register_with_lists("mul", pointwise("0|1"))
+register_with_lists("div true_divide", pointwise("0"))
+register("aten.div.Tensor_mode aten.div.Scalar_mode", pointwise(), values=NUMBERS)
+register_with_lists("neg", pointwise("0|neg:0"))
+register_with_lists("lerp addcdiv", pointwise("0+1"))
+register_with_lists("addcmul", pointwise("0+1|0+2"))
+register("aten.conj_physical aten.positive aten._conj aten._conj_physical aten._neg_view", pointwise("0"))
+register("aten.deg2rad aten.rad2deg", pointwise("0|max:0"))
+
+# only move elements
+register("aten.clone aten.alias aten.detach aten.lift_fresh aten._conj_copy aten.contiguous", pointwise("any:0"))
+register("aten.where.self", pointwise("any:1+2"), values=NUMBERS)
+register("aten.where.ScalarSelf aten.where.ScalarOther aten.where.Scalar", pointwise(), values=NUMBERS)
+register_with_lists("copy", pointwise("any:0+1"))
+register("aten.masked_fill.Tensor", pointwise("any:0+2"))
+register_with_lists("zero", pointwise("any:0"))
+
+# monotone
+register_with_lists("maximum max.other", pointwise("max:0|max:1", (Linear(frozenset({0, 1}), (("max", "max"),)),)))
+register_with_lists("minimum min.other", pointwise("max:0|max:1", (Linear(frozenset({0, 1}), (("min", "min"),)),)))
+register_with_lists("clamp clamp_min.Tensor clamp_max.Tensor clip", pointwise("max:0|max:1|max:2"))
+register_with_lists("clamp_min.default clamp_max.default", pointwise("max:0"))
+register_with_lists(
+    "asinh atan ceil erf exp exp2 expm1 floor hardsigmoid hardtanh relu relu6 round sigmoid sinh tanh trunc",
+    pointwise("max:0"),
+)  # fmt: skip
+
+# backward: linear in the gradient
+register(
+    "aten.elu_backward aten.gelu_backward aten.hardshrink_backward aten.hardsigmoid_backward aten.hardswish_backward "
+    "aten.hardtanh_backward aten.leaky_relu_backward aten.log_sigmoid_backward aten.logit_backward aten.mish_backward "
+    "aten.native_dropout_backward aten._prelu_kernel_backward aten.rrelu_with_noise_backward aten.sigmoid_backward "
+    "aten.silu_backward aten.softplus_backward aten.softshrink_backward aten.tanh_backward aten.threshold_backward",
+    pointwise("0"), values=NUMBERS,
+)  # fmt: skip
+register("aten.bucketize.Tensor", pattern("..., [n] -> ..."))
+
+
+def log_sigmoid(call: Call) -> Rule:
+    """The second output is a buffer, which the local op leaves empty on accelerators: it is given its shape."""
+    op = call.op
+
+    def full_buffer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, buffer = op(x)
+        return out, buffer if buffer.shape == out.shape else torch.empty_like(out)
+
+    on_cpu = call.inputs[0].mesh.device_type == "cpu"
+    return replace(broadcast_rule(call), bind=None if on_cpu else lambda ins, outs: full_buffer)
+
+
+register("aten._to_copy", pointwise("any:0"))
+register("aten.log_sigmoid_forward", log_sigmoid)
