@@ -119,13 +119,14 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy of one mesh axis."""
+    """One strategy of one mesh axis: `factor` is cut, with split factor `split` when that is not 0."""
 
     label: str
     inputs: tuple[Want, ...]
     outputs: tuple[Want, ...]
     factor: int | None = None
     kernel: Kernel | None = None
+    split: int = 0
 
 
 Localize = Callable[[Sequence[Spec], Sequence[Spec | None]], Mapping[str, object]]
@@ -174,13 +175,18 @@ class Rule:
     local: LocalPart | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
 
-    def choices(self, pending: Iterable[str]) -> tuple[Choice, ...]:
-        """The strategies of one axis; linear groups for the reductions in `pending` only. Fixed order."""
+    def choices(self, pending: Iterable[str], splits: Iterable[tuple[int, int]] = ()) -> tuple[Choice, ...]:
+        """The strategies of one axis, in a fixed order.
+
+        Linear groups are listed for the reductions in `pending` only, cuts of a factor with a split factor
+        for the pairs in `splits` only.
+        """
         out: list[Choice] = []
         used = {f for dims in (*self.inputs, *self.outputs) for d in dims for f in d}
         for f in sorted(used):
             if f not in self.whole:
                 out.append(self._cut(f, None))
+        out += [replace(self._cut(f, None), label=f"factor {f}:{s}", split=s) for f, s in sorted(set(splits))]
         pending = sorted(set(pending))
         for group in self.linear:
             for op in pending:
@@ -233,28 +239,39 @@ class State:
         """Nothing is cut yet."""
         return State(rule.sizes, rule.sizes)
 
-    def cut(self, rule: Rule, f: int, k: int) -> State | None:
+    def cut(self, rule: Rule, f: int, k: int, split: int = 0) -> State | None:
         """Cut factor `f` over an axis of `k`; None where the law of even cuts or non-empty shards forbids it."""
         n, low = self.largest[f], self.smallest[f]
-        chunk = -(-n // k)
-        least = max(low - -(-low // k) * (k - 1), 0)
+        chunk, least = _chunks(n, k, split)[0], _chunks(low, k, split)[1]
         if f in rule.nonempty and least == 0 and n > 0:
             return None
-        if (n != low or n % k) and _in_composite(rule, f, self.largest):
+        if (n != low or n % k or split) and _in_composite(rule, f):
             return None
         put = lambda t, v: (*t[:f], v, *t[f + 1 :])  # noqa: E731
         return State(put(self.largest, chunk), put(self.smallest, least))
 
-    def placement(self, dims: Dims, f: int) -> Placement:
+    def placement(self, dims: Dims, f: int, split: int = 0) -> Placement:
         """The placement that cuts factor `f` of a tensor with these dims, given what was cut before."""
         for d, factors in enumerate(dims):
             if f in factors:
+                if split:
+                    return StridedShard(d, split_factor=split)
                 before = math.prod(self.largest[g] for g in factors[: factors.index(f)])
                 return Shard(d) if before == 1 else StridedShard(d, split_factor=before)
         raise ValueError(f"no dim carries factor {f} in {dims}")
 
 
-def _in_composite(rule: Rule, f: int, sizes: Sequence[int]) -> bool:
+def _chunks(n: int, k: int, split: int) -> tuple[int, int]:
+    """Largest and smallest local size of a dim of `n` cut over `k`, with a split factor if not 0."""
+    if not split:
+        c = -(-n // k)
+        return c, max(n - c * (k - 1), 0)
+    outer = -(-n // split)
+    pieces = [min(outer, n - at) for at in range(0, n, outer)] if n else []
+    return sum(_chunks(m, k, 0)[0] for m in pieces), sum(_chunks(m, k, 0)[1] for m in pieces)
+
+
+def _in_composite(rule: Rule, f: int) -> bool:
     """True when some dim has `f` beside another factor of size other than 1."""
     return any(
         f in d and any(g != f and rule.sizes[g] != 1 for g in d) for t in (*rule.inputs, *rule.outputs) for d in t
@@ -302,7 +319,7 @@ def _find_split(rule: Rule, i: int, spec: Spec, axis: int, p: StridedShard) -> t
             return None
         if before * n > p.split_factor:
             part, rest = divmod(p.split_factor, before)
-            if rest or n % part or f in rule.whole:
+            if rest or n % part or (n // part) % shape[axis] or f in rule.whole:
                 return None
             return f, part * (rule.sizes[f] // n)
         before *= n
@@ -320,6 +337,20 @@ def _split_factor(rule: Rule, f: int, major: int) -> Rule:
         rule, inputs=tuple(map(sub, rule.inputs)), outputs=tuple(map(sub, rule.outputs)), sizes=sizes,
         nonempty=more(rule.nonempty), reduce=reduce, kernels=kernels,
     )  # fmt: skip
+
+
+def carried_splits(rule: Rule, specs: Sequence[Spec]) -> set[tuple[int, int]]:
+    """(factor, split factor) of the inputs' split-factor shards that cut a dim of one factor, after `refine`.
+
+    Where the dim does not divide by the split factor it cannot be refined; ops whose tensors all have that
+    factor as a dim of its own follow the layout all the same.
+    """
+    return {
+        (rule.inputs[i][p.dim][0], p.split_factor)
+        for i, spec in enumerate(specs)
+        for p in spec.placements
+        if isinstance(p, StridedShard) and len(rule.inputs[i][p.dim]) == 1 and rule.inputs[i][p.dim][0] not in rule.whole
+    }
 
 
 # ------------------------------------------------------------ the pattern language

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.device_mesh import DeviceMesh
-from dtensor.factors import Choice, Kernel, Rule, State, Want, refine
+from dtensor.factors import Choice, Kernel, Rule, State, Want, carried_splits, refine
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.spec import Spec, TensorMeta
 
@@ -99,7 +99,7 @@ def _search(
     rule = refine(rule, inputs)
     if pending is None:
         pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
-    choices = rule.choices(pending)
+    choices = rule.choices(pending, carried_splits(rule, inputs))
     model = current_cost_model()
     n_out = len(outputs)
     start = _Prefix((), ((),) * len(inputs), ((),) * n_out, State.start(rule))
@@ -131,15 +131,16 @@ def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | No
                 return None
     state = prefix.state
     if choice.factor is not None:
-        cut = state.cut(rule, choice.factor, k)
+        cut = state.cut(rule, choice.factor, k, choice.split)
         if cut is None:
             return None
         state = cut
     ins = tuple(
-        (*done, _want(prefix.state, dims, w)) for done, dims, w in zip(prefix.ins, rule.inputs, choice.inputs, strict=True)
+        (*done, _want(prefix.state, dims, w, choice.split))
+        for done, dims, w in zip(prefix.ins, rule.inputs, choice.inputs, strict=True)
     )
     outs = tuple(
-        (*done, _want(prefix.state, dims, w))
+        (*done, _want(prefix.state, dims, w, choice.split))
         for done, dims, w in zip(prefix.outs, rule.outputs, choice.outputs, strict=True)
     )
     if any(not _one_reduction(t) for t in (*ins, *outs)):
@@ -147,8 +148,8 @@ def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | No
     return _Prefix((*prefix.choices, choice), ins, outs, state)
 
 
-def _want(state: State, dims: tuple[tuple[int, ...], ...], want: Want) -> Placement:
-    return state.placement(dims, want) if isinstance(want, int) else want
+def _want(state: State, dims: tuple[tuple[int, ...], ...], want: Want, split: int) -> Placement:
+    return state.placement(dims, want, split) if isinstance(want, int) else want
 
 
 def _one_reduction(placements: Sequence[Placement]) -> bool:

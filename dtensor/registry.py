@@ -193,6 +193,7 @@ def lookup(op: torch._ops.OpOverload) -> Entry | None:
         derived = find(f"{ns}.{packet[:-1]}.{overload}")
         if derived is not None:
             return derived
+        op = getattr(getattr(getattr(torch.ops, ns), packet[:-1], None), overload, op)
     if op._schema.name.endswith("_functional"):
         return find(f"{ns}.{packet.removesuffix('_functional')}.{overload}")
     if torch.Tag.pointwise in op.tags and ns in ("aten", "prims"):

@@ -1,0 +1,108 @@
+"""Bad input: a clear error, the same on every rank, before anything is changed or sent."""
+
+import pytest
+import torch
+from laws import make, rand
+
+import dtensor
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.errors import LayoutError, MeshError, MixedTensorError
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def _mixed(mesh, other):
+    return make(rand(8, 3), mesh, [S0]) @ rand(3, 2)
+
+
+def _meshes(mesh, other):
+    return make(rand(8, 3), mesh, [S0]) + make(rand(8, 3), other, [S0, R])
+
+
+CASES = {
+    "too few placements": (lambda m, o: distribute_tensor(rand(4, 4), o, [S0]), ValueError, "1 placements for a mesh of 2"),
+    "too many placements": (lambda m, o: distribute_tensor(rand(4, 4), m, [S0, R]), ValueError, "2 placements"),
+    "redistribute too many": (
+        lambda m, o: make(rand(4, 4), m, [S0]).redistribute(placements=[R, R]), ValueError, "2 placements",
+    ),
+    "dim out of range": (lambda m, o: distribute_tensor(rand(4, 4), m, [Shard(2)]), IndexError, "names dim 2"),
+    "dim of a 0-d tensor": (lambda m, o: distribute_tensor(torch.tensor(1.0), m, [S0]), IndexError, "nothing to shard"),
+    "factory dim": (lambda m, o: dtensor.zeros(4, device_mesh=m, placements=[Shard(1)]), IndexError, "names dim 1"),
+    "factory count": (lambda m, o: dtensor.ones(4, device_mesh=o, placements=[S0]), ValueError, "one placement per"),
+    "sparse factory": (
+        lambda m, o: dtensor.zeros(4, device_mesh=m, layout=torch.sparse_coo), ValueError, "strided",
+    ),
+    "mixed meshes": (_meshes, MeshError, "same mesh"),
+    "plain among DTensors": (_mixed, MixedTensorError, "got mixed torch.Tensor and DTensor"),
+    "to Partial": (lambda m, o: make(rand(4), m, [S0]).redistribute(placements=[P]), RuntimeError, "pending reduction"),
+    "two reductions": (
+        lambda m, o: distribute_tensor(rand(4), o, [P, Partial("max")]), ValueError, "one kind of reduction",
+    ),
+    "no placements": (lambda m, o: make(rand(4), m, [S0]).redistribute(), RuntimeError, "placements are needed"),
+    "other mesh": (lambda m, o: make(rand(4), m, [S0]).redistribute(o, [R, R]), NotImplementedError, "between meshes"),
+    "not a leaf": (lambda m, o: distribute_tensor(rand(4).requires_grad_() * 2, m, [R]), RuntimeError, "not a leaf"),
+    "not a tensor": (lambda m, o: distribute_tensor([1.0], m, [R]), TypeError, "expected a torch.Tensor"),
+    "relaid DTensor": (lambda m, o: distribute_tensor(make(rand(4), m, [S0]), m, [R]), ValueError, "redistribute"),
+    "from_local of a DTensor": (lambda m, o: DTensor.from_local(make(rand(4), m, [R]), m, [R]), RuntimeError, "DTensor"),
+    "from_local shape only": (lambda m, o: DTensor.from_local(rand(4), m, [R], shape=(4,)), RuntimeError, "both"),
+    "from_local wrong shape": (
+        lambda m, o: DTensor.from_local(rand(2), m, [S0], shape=(100,), stride=(1,)), RuntimeError, "gives this rank",
+    ),
+    "uneven view": (lambda m, o: make(rand(6, 4), m, [S0]).view(2, 3, 4), LayoutError, "cannot be expressed"),
+    "shape mistake": (lambda m, o: make(rand(4, 3), m, [S0]) + make(rand(4, 4), m, [S0]), RuntimeError, "broadcast|size"),
+    "in-place that moves": (lambda m, o: make(rand(4), m, [P]).relu_(), LayoutError, "cannot change the layout"),
+    "in-place random": (lambda m, o: make(rand(4), m, [P]).uniform_(), LayoutError, "cannot change the layout"),
+    "resize": (lambda m, o: make(rand(4), m, [S0]).resize_(8), NotImplementedError, "new DTensor"),
+    "plain target": (lambda m, o: rand(4).add_(make(rand(4), m, [S0])), MixedTensorError, "written"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_alike_on_all_ranks(name: str) -> None:
+    call, error, text = CASES[name]
+
+    def run():
+        mesh, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        with pytest.raises(error, match=text) as caught:
+            call(mesh, other)
+        # the ranks are still in step: a collective works
+        assert make(torch.ones(3), mesh, [P]).full_tensor().sum() == 3
+        return str(caught.value).replace(f"rank {mesh.get_rank()}", "rank r")
+
+    texts = set(dtensor.simulate(4)(run))
+    if name != "from_local wrong shape":
+        assert len(texts) == 1, texts
+
+
+def test_a_refused_inplace_op_changes_nothing() -> None:
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        x = make(rand(4, 2), mesh, [P])
+        before = x.to_local().clone()
+        for call in (x.relu_, x.abs_, lambda: x.add_(1)):
+            try:
+                call()
+            except LayoutError:
+                assert torch.equal(x.to_local(), before) and x.placements == (P,)
+                continue
+            torch.testing.assert_close(x.full_tensor(), rand(4, 2) + 1)  # add_ of a number may be right instead
+            return
+
+    dtensor.simulate(2)(run)
+
+
+def test_the_fix_in_the_message_works() -> None:
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        x = make(rand(8, 3), mesh, [S0])
+        with pytest.raises(MixedTensorError, match=r"distribute_tensor\(x, mesh, placements\)"):
+            x @ rand(3, 2)
+        torch.testing.assert_close(
+            (x @ distribute_tensor(rand(3, 2), mesh, [R])).full_tensor(), rand(8, 3) @ rand(3, 2)
+        )
+        with dtensor.experimental.implicit_replication():
+            torch.testing.assert_close((x @ rand(3, 2)).full_tensor(), rand(8, 3) @ rand(3, 2))
+
+    from dtensor import experimental  # noqa: F401
+
+    dtensor.simulate(2)(run)

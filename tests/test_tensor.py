@@ -1,0 +1,172 @@
+"""The DTensor class: local and global views of a tensor, gradients, values, protocols. Simulated ranks."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from laws import make, rand
+
+import dtensor
+from dtensor import DTensor, Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
+from dtensor.errors import LayoutError
+
+R, P = Replicate(), Partial()
+
+
+def on(n, f, *shape):
+    """Run f(mesh) on n simulated ranks."""
+
+    def run():
+        mesh = init_device_mesh("cpu", shape or (n,))
+        return f(mesh)
+
+    return dtensor.simulate(n)(run)
+
+
+def test_from_local_and_back() -> None:
+    def f(mesh):
+        local = rand(2, 3, seed=mesh.get_rank())
+        d = DTensor.from_local(local, mesh, [Shard(-2)])
+        assert d.shape == (8, 3) and d.placements == (Shard(0),) and d.stride() == (3, 1)
+        with torch.no_grad():
+            d.to_local().mul_(2)
+        assert d.to_local().data_ptr() == local.data_ptr()
+        return d.full_tensor()
+
+    whole = torch.cat([2 * rand(2, 3, seed=r) for r in range(4)])
+    for got in on(4, f):
+        torch.testing.assert_close(got, whole)
+
+
+def test_gradients_of_from_local_and_to_local() -> None:
+    def f(mesh):
+        x = rand(2, 3, seed=mesh.get_rank()).requires_grad_()
+        d = DTensor.from_local(x * 2, mesh, [Shard(0)])
+        y = (d * 3).to_local() * 5
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full((2, 3), 30.0))
+        p = torch.ones(4, requires_grad=True)
+        DTensor.from_local(p, mesh, [P]).redistribute(placements=[R]).to_local().sum().backward()
+        assert torch.equal(p.grad, torch.ones(4))
+        w = distribute_tensor(torch.ones(3, requires_grad=True), mesh, [R])
+        (w.to_local(grad_placements=[P]) * (mesh.get_rank() + 1)).sum().backward()
+        assert torch.equal(w.grad.full_tensor(), torch.full((3,), 10.0))
+
+    on(4, f)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), R, StridedShard(0, split_factor=2)], ids=str)
+def test_a_leafs_gradient_has_its_layout(placement) -> None:
+    def f(mesh):
+        x = make(rand(6, 5), mesh, [placement], requires_grad=True)
+        (x.redistribute(placements=[R]) * make(rand(6, 5, seed=1), mesh, [Shard(1)])).sum().backward()
+        assert x.grad.placements == (placement,) or (placement is R and x.grad.placements[0].is_partial())
+        torch.testing.assert_close(x.grad.full_tensor(), rand(6, 5, seed=1))
+        p = torch.nn.Parameter(make(rand(6, 5), mesh, [placement]))
+        assert isinstance(p, DTensor) and p.requires_grad
+        (p * make(rand(6, 5, seed=1), mesh, [R])).sum().backward()
+        assert p.grad.placements == (placement,)
+
+    on(2, f)
+
+
+def test_values_are_global() -> None:
+    def f(mesh):
+        x = make(torch.tensor([1.0, 2.0, 3.0]), mesh, [P])
+        total = x.sum()
+        assert total.item() == 6.0 and float(total) == 6.0 and bool(total > 5)
+        assert make(torch.tensor(7), mesh, [P]).item() == 7 and int(make(torch.tensor(7), mesh, [R])) == 7
+        a, b = make(rand(5, 3), mesh, [Shard(0)]), make(rand(5, 3), mesh, [Shard(1)])
+        assert torch.equal(a, b)
+        changed = rand(5, 3)
+        changed[4, 2] += 1
+        assert not torch.equal(a, make(changed, mesh, [Shard(0)]))
+        assert a.tolist() == rand(5, 3).tolist() and len(a) == 5
+        with pytest.raises(RuntimeError, match="cannot be converted to"):
+            a.item()
+        with pytest.raises(RuntimeError, match="full_tensor"):
+            a.numpy()
+
+    on(4, f)
+
+
+def test_factories_have_the_value_in_every_layout() -> None:
+    def f(mesh):
+        for placed in ([P, Shard(0)], [R, Partial("avg")], [Shard(1), Shard(1)], [Partial("product"), R]):
+            assert torch.equal(dtensor.ones(5, 3, device_mesh=mesh, placements=placed).full_tensor(), torch.ones(5, 3))
+            assert torch.equal(
+                dtensor.full((5, 3), 7, device_mesh=mesh, placements=placed).full_tensor(), torch.full((5, 3), 7)
+            )
+            assert torch.equal(dtensor.zeros((5, 3), device_mesh=mesh, placements=placed).full_tensor(), torch.zeros(5, 3))
+        assert dtensor.empty(5, 3, dtype=torch.int32, device_mesh=mesh, placements=[Shard(0), R]).dtype == torch.int32
+        a = dtensor.randn(4, 4, device_mesh=mesh, placements=[Shard(-1), R], requires_grad=True)
+        assert a.is_leaf and a.requires_grad and a.placements == (Shard(1), R)
+
+    on(4, f, 2, 2)
+
+
+def test_data_takes_over_or_refuses() -> None:
+    def f(mesh):
+        x = make(rand(6, 2), mesh, [Shard(0)], requires_grad=True)
+        x.data = make(rand(6, 2, seed=1), mesh, [Shard(1)])
+        assert torch.equal(x.full_tensor(), rand(6, 2, seed=1)) and x.placements == (Shard(1),)
+        (x * 2).sum().backward()
+        assert x.grad.placements == (Shard(1),)
+        with pytest.raises(TypeError, match="must be a DTensor"):
+            x.data = rand(6, 2)
+
+    on(2, f)
+
+
+def test_copies_and_pickles() -> None:
+    def f(mesh):
+        x = make(rand(5, 3), mesh, [Shard(0)], requires_grad=True)
+        c = copy.deepcopy(x)
+        assert c.is_leaf and c.requires_grad and torch.equal(c.full_tensor(), rand(5, 3))
+        assert c.to_local().data_ptr() != x.to_local().data_ptr()
+        (c * 2).sum().backward()
+        assert x.grad is None and c.grad.placements == (Shard(0),)
+        p = pickle.loads(pickle.dumps(x))
+        assert isinstance(p, DTensor) and p.requires_grad and torch.equal(p.full_tensor(), x.full_tensor())
+        buffer = io.BytesIO()
+        torch.save({"x": x}, buffer)
+        buffer.seek(0)
+        assert torch.equal(torch.load(buffer, weights_only=False)["x"].full_tensor(), x.full_tensor())
+        inner, context = x.__tensor_flatten__()
+        again = DTensor.__tensor_unflatten__({n: getattr(x, n) for n in inner}, context, x.shape, x.stride())
+        assert again._spec is x._spec and again.requires_grad
+
+    on(2, f)
+
+
+def test_a_view_that_moved_data_is_never_stale_and_never_written() -> None:
+    def f(mesh):
+        x = make(rand(6, 4), mesh, [Shard(0)])
+        row = x[1]
+        torch.testing.assert_close((row + 1).full_tensor(), rand(6, 4)[1] + 1)
+        with pytest.raises(LayoutError, match="would not reach its base"):
+            row.add_(1)
+        with pytest.raises(LayoutError, match="would not reach its base"):
+            row[:2].mul_(2)
+        x.add_(1)
+        for read in (lambda: row + 1, row.full_tensor, row.to_local, lambda: row.redistribute(placements=[R])):
+            with pytest.raises(LayoutError, match="view"):
+                read()
+        torch.testing.assert_close(x[1].full_tensor(), rand(6, 4)[1] + 1)
+        column = x[:, 1]
+        column.zero_()
+        assert x.full_tensor()[:, 1].abs().sum() == 0
+
+    on(3, f)
+
+
+def test_ranks_outside_the_mesh_hold_nothing() -> None:
+    def f():
+        mesh = dtensor.DeviceMesh("cpu", [0, 2])
+        d = dtensor.ones(5, 2, device_mesh=mesh, placements=[Shard(0)])
+        e = (d * 2 + d).redistribute(placements=[R])
+        return mesh.get_coordinate(), d.to_local().numel(), e.to_local().numel()
+
+    assert dtensor.simulate(3)(f) == [((0,), 6, 10), (None, 0, 0), ((1,), 4, 10)]
