@@ -1,0 +1,226 @@
+"""Embedding tables: the dims of the indices and the width are free; the vocabulary `v` has kernels.
+
+With the vocabulary cut, each rank holds some rows of the table, looks up the indices that fall into them and
+gives zeros for the rest. What comes out is an ordinary pending sum: nothing about the indices is kept, so it can
+be used, reduced and differentiated like any other, any number of times.
+
+    table of 6 rows over 2 ranks, indices 1 4     rank 0 (rows 0-2): row1 0      rank 1 (rows 3-5): 0 row4
+
+The gradient of the table can be made shard by shard too: a rank adds up the rows that it holds. But the gradient
+op does not see the table, only its number of rows; from its inputs alone the whole gradient and a sharded one
+cost the same. So the forward rule notes which layouts of tables of a shape it has met, and the kernel is priced
+as free where they were all sharded, and as a gather where they were not.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from dtensor.device_mesh import DeviceMesh
+from dtensor.dispatch import special
+from dtensor.errors import MeshError
+from dtensor.factors import Dims, Kernel, Rule, linear, passes
+from dtensor.kernel import KernelContext
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.registry import Call, register
+from dtensor.spec import Interval, Spec, contiguous_stride
+from dtensor.tensor import DTensor
+
+_tables: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, int], set[tuple[Placement, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Per mesh, shape of a table (rows, width) -> the layouts that lookups met. Only prices depend on it."""
+
+
+def _note_table(spec: Spec) -> None:
+    _tables.setdefault(spec.mesh, {}).setdefault((spec.shape[0], spec.shape[1]), set()).add(spec.placements)
+
+
+def _rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], replicated: list[int]) -> bool:
+    """True when every known table of this shape is cut by rows on the axes `replicated`."""
+    known = _tables.get(mesh, {}).get(shape, set())
+    return bool(known) and all(isinstance(p[a], Shard) and p[a].dim == 0 for p in known for a in replicated)
+
+
+def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slot, elsewhere): the row of the local table that each index means, 0 where it lies on another rank."""
+    if len(runs) == 1:
+        start, length = runs[0]
+        slot = indices - start
+        elsewhere = (slot < 0) | (slot >= length)
+        return slot.masked_fill_(elsewhere, 0), elsewhere
+    slot, elsewhere, before = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool), 0
+    for start, length in runs:
+        inside = (indices >= start) & (indices < start + length)
+        slot = torch.where(inside, indices - (start - before), slot)
+        elsewhere &= ~inside
+        before += length
+    return slot, elsewhere
+
+
+def check_indices(call: str, indices: torch.Tensor, rows: int) -> None:
+    """IndexError where an index names no row (on accelerators a device assertion), as on one device."""
+    if indices.numel() == 0 or indices.device.type == "meta":
+        return
+    bad = (indices < 0) | (indices >= rows)
+    if indices.device.type == "cpu":
+        if bool(bad.any()):
+            raise IndexError(f"{call}: index {int(indices[bad][0])} is out of range for a table of {rows} rows")
+    else:
+        torch._assert_async(~bad.any())
+
+
+# ------------------------------------------------------------ lookup
+def embedding(call: Call) -> Rule:
+    """`[v] d, i... -> i... d`, moving elements of the table only; a kernel for v."""
+    table, indices = call.inputs
+    _note_table(table)
+    n = indices.ndim
+    rows: Dims = tuple((i,) for i in range(n))
+    v, d = n, n + 1
+    kernel = Kernel("embedding", frozenset({v}), ("sum",), _run_embedding)
+    return Rule(
+        (((v,), (d,)), rows), ((*rows, (d,)),), (*indices.shape, *table.shape), frozenset({v}),
+        linear=(passes(0),), kernels=(kernel,),
+    )  # fmt: skip
+
+
+def _run_embedding(ctx: KernelContext) -> torch.Tensor:
+    table, indices = ctx.inputs
+    check_indices("embedding", indices, ctx.in_specs[0].shape[0])
+    if table.shape[0] == 0:
+        return table.new_zeros((*indices.shape, table.shape[1]))
+    slot, elsewhere = own_rows(indices, ctx.intervals(0, 0))
+    return torch.nn.functional.embedding(slot, table).masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+# ------------------------------------------------------------ gradient of the table
+def embedding_backward(call: Call) -> Rule:
+    """`i... d, i... -> [v] d`, linear in the gradient. A kernel for v.
+
+    Scaling by frequency counts all indices, so their dims are whole then.
+    """
+    grad, indices = call.inputs
+    n = indices.ndim
+    rows: Dims = tuple((i,) for i in range(n))
+    v, d = n, n + 1
+    shape = (int(call["num_weights"]), grad.shape[-1])
+    idle = [
+        a for a in range(grad.mesh.ndim)
+        if isinstance(grad.placements[a], Replicate) and isinstance(indices.placements[a], Replicate)
+    ]  # fmt: skip
+    free = _rows_are_cut(grad.mesh, shape, idle)
+    kernel = Kernel(
+        "embedding gradient", frozenset({v}), ("shard",), _run_embedding_backward,
+        0 if free else shape[0] * shape[1], 0 if free else 1,
+    )  # fmt: skip
+    whole = frozenset({v, *range(n)}) if call["scale_grad_by_freq"] else frozenset({v})
+    return Rule(
+        ((*rows, (d,)), rows), (((v,), (d,)),), (*indices.shape, *shape), whole, linear=(linear(0),), kernels=(kernel,)
+    )
+
+
+def _run_embedding_backward(ctx: KernelContext) -> torch.Tensor:
+    grad, indices = ctx.inputs
+    out = ctx.out_specs[0]
+    assert out is not None
+    mesh = out.mesh
+    runs = out.intervals_of(mesh.coord)[0] if mesh.coord is not None else ()
+    count = sum(length for _, length in runs)
+    padding = int(ctx.call["padding_idx"])
+    check_indices("embedding gradient", indices, int(ctx.call["num_weights"]))
+    slot, elsewhere = own_rows(indices, runs)
+    if padding >= 0:
+        elsewhere |= indices == padding
+    mine = ~elsewhere
+    # One row more than there are, for what lies elsewhere; scaling by frequency counts each row by itself.
+    slot = slot.masked_fill_(elsewhere, count)
+    got: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        grad.masked_fill(~mine.unsqueeze(-1), 0), slot, count + 1, -1, bool(ctx.call["scale_grad_by_freq"])
+    )
+    return got[:count].contiguous()
+
+
+# ------------------------------------------------------------ renormalising looked-up rows in place
+def embedding_renorm(call: Call) -> Rule:
+    """`[v] [d], [i] -> [v] d`: written rows by a kernel for v, rows cut by width by the same kernel for d."""
+    table, indices = call.inputs
+    n = indices.ndim
+    rows: Dims = tuple((i,) for i in range(n))
+    v, d = n, n + 1
+    kernel = Kernel("embedding renorm", frozenset({v, d}), ("shard",), _run_renorm, max(indices.numel, 1), 1)
+    return Rule(
+        (((v,), (d,)), rows), (((v,), (d,)),), (*indices.shape, *table.shape), frozenset(range(n + 2)), kernels=(kernel,)
+    )
+
+
+def _run_renorm(ctx: KernelContext) -> torch.Tensor:
+    table, indices = ctx.inputs
+    check_indices("embedding_renorm_", indices, ctx.in_specs[0].shape[0])
+    limit, order = float(ctx.arguments["max_norm"]), float(ctx.arguments["norm_type"])  # type: ignore[arg-type]
+    d = len(ctx.in_specs[1].shape) + 1
+    across = tuple(a for a, f in zip(ctx.axes, ctx.factors, strict=True) if f == d)
+    named = indices.unique()
+    slot, elsewhere = own_rows(named, ctx.intervals(0, 0))
+    mine = slot[~elsewhere]
+    picked = table.index_select(0, mine) if table.shape[0] else table
+    if order == float("inf"):
+        size = picked.abs().amax(1) if picked.shape[1] else picked.new_zeros(picked.shape[0])
+    else:
+        size = picked.abs().pow(order).sum(1)
+    if across:
+        comm = ctx.in_specs[0].mesh.comm(across[0] if len(across) == 1 else across)
+        size = comm.all_reduce(size, "max" if order == float("inf") else "sum")
+    if order != float("inf"):
+        size = size.pow(1 / order)
+    scale = torch.where(size > limit, limit / (size + 1e-7), torch.ones_like(size))
+    if mine.numel():
+        table.index_copy_(0, mine, picked * scale.unsqueeze(1))
+    return table
+
+
+# ------------------------------------------------------------ bags
+@special("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+def _embedding_bag(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[torch.Tensor, ...]:
+    """The table may be cut by width, everything else is replicated; plain offsets count as replicated.
+
+    Not a rule: the shapes of the side outputs depend on the device's kernel, and `F.embedding_bag` makes plain
+    offsets for indices of two dims.
+    """
+    op = torch.ops.aten._embedding_bag.default
+    named = {a.name: a.default_value for a in op._schema.arguments}
+    named |= dict(zip(named, args, strict=False)) | kwargs
+    tensors = [t for t in named.values() if isinstance(t, DTensor)]
+    mesh = tensors[0].device_mesh
+    if any(t.device_mesh != mesh for t in tensors):
+        raise MeshError(f"embedding_bag: the tensors live on different meshes, {[str(t.device_mesh) for t in tensors]}")
+    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    table, by_width = named["weight"], whole
+    if isinstance(table, DTensor):
+        width = table.shape[1]
+        by_width = tuple(
+            p if isinstance(p, Shard) and p.dim == 1 and k <= width else Replicate()
+            for p, k in zip(table.placements, mesh.shape, strict=True)
+        )
+        if sum(isinstance(p, Shard) for p in by_width) > 1:
+            by_width = whole
+    with torch.no_grad():
+        local = {
+            n: t.redistribute(placements=by_width if t is table else whole).to_local() if isinstance(t, DTensor) else t
+            for n, t in named.items()
+        }
+    outs = op(**local)
+    made = []
+    for i, t in enumerate(outs):
+        cut = i == 0 or (i == 3 and t.ndim == 2)
+        shape = (t.shape[0], width) if cut and isinstance(table, DTensor) else t.shape
+        spec = Spec.make(mesh, by_width if cut else whole, shape, contiguous_stride(shape), t.dtype)
+        made.append(DTensor(t, spec, requires_grad=False))
+    return tuple(made)
+
+
+register("aten.embedding", embedding)
+register("aten.embedding_dense_backward", embedding_backward)
+register("aten.embedding_renorm", embedding_renorm, values="max_norm norm_type")
