@@ -279,7 +279,7 @@ class DeviceMesh:
     def _make_groups(self) -> None:
         """Make the groups of all axes longer than 1, in order. In c10d worlds the members of each must do so alike."""
         self._ready = True
-        if self._world is None or self._world.kind != "c10d":
+        if not self._in_c10d():
             return
         table = group_table()
         if table.all_must_call():
@@ -290,6 +290,10 @@ class DeviceMesh:
         for i, axis in enumerate(self._axes):
             if axis_size(axis) > 1:
                 self._group_of(axis, i)
+
+    def _in_c10d(self) -> bool:
+        """True where groups are those of `torch.distributed` (or would be: a mesh of pure geometry has none)."""
+        return self._world is None or self._world.kind == "c10d"
 
     def _rows(self, axis: Axis) -> list[list[int]]:
         """The ranks along `axis`, for every place along the others."""
@@ -325,7 +329,7 @@ class DeviceMesh:
         group = self._groups.get(key) or shared.get(key)
         if group is None:
             ranks = self._along(axis)
-            if self._world is None or self._world.kind == "c10d":
+            if self._in_c10d():
                 group = group_table().get(ranks, self._device_type, *override)
             else:
                 group = _mesh_world(self._world).group(ranks)
@@ -375,7 +379,7 @@ class DeviceMesh:
     def _make_comm(self, axis: Axis, index: int | None) -> Communicator:
         ranks = self._along(axis)
         position = axis_digit(axis, self._position or 0)
-        if self._world is not None and self._world.kind != "c10d":
+        if not self._in_c10d():
             return _mesh_world(self._world).communicator(ranks, position)
         return C10dCommunicator(self._group_of(axis, index), ranks, position)
 
@@ -533,7 +537,7 @@ class DeviceMesh:
                 self._device_type, row, mesh_dim_names=(mesh_dim_name,), _init_backend=False, _rank=self._rank
             )
             if part.coord is not None and self._ready:
-                part._adopt([self.get_group(i)])
+                part._adopt([self.get_group(i)] if self._in_c10d() else [])
             out.append(part)
         return out
 
@@ -666,7 +670,7 @@ def _unordered(axis: Axis) -> Axis:
     return coalesce(sorted(axis, key=lambda pair: -pair[1]))
 
 
-def _mesh_world(world: World) -> MeshWorld:
+def _mesh_world(world: World | None) -> MeshWorld:
     return world  # type: ignore[return-value]
 
 
