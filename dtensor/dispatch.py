@@ -70,7 +70,7 @@ class OpInfo:
         schema = func._schema
         self.func, self.name, self.run = func, op_name(func), func._op
         self.entry: Entry | None = lookup(func)
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.special = _specials.get(self.name)
         args = schema.arguments
         self.written = tuple(a.name for a in args if a.alias_info is not None and a.alias_info.is_write)
@@ -91,6 +91,7 @@ class OpInfo:
 _ops: dict[int, OpInfo] = {}
 _specials: dict[str, Callable[..., Any]] = {}
 _n_plans = 0
+_NOTHING: dict[str, Any] = {}
 _flags = threading.local()
 _DTensor: Any = None
 _new: Callable[..., Any]
@@ -145,24 +146,23 @@ def strict_views() -> Iterator[None]:
 
 
 # ------------------------------------------------------------ the hit
-def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Run `func` on arguments with at least one DTensor."""
     info = _ops.get(id(func))
     if info is None:
         info = _ops[id(func)] = OpInfo(func)
     if info.special is not None:
-        return info.special(args, kwargs)
+        return info.special(args, kwargs or {})
     D = _DTensor
     key: list[Any] = []
     local: list[Any] = []
-    values = info.value_args
-    for i, a in enumerate(args):
+    for a in args:
         t = type(a)
         if t is D:
             key.append(a._spec)
             local.append(a._local_tensor)
         elif t is int:
-            key.append(t if i in values else a)
+            key.append(t if len(local) in info.value_args else a)
             local.append(a)
         elif t is list or t is tuple:
             part: list[Any] = []
@@ -173,23 +173,23 @@ def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     part.append(x._local_tensor)
                 else:
                     if isinstance(x, torch.Tensor):
-                        return _with_plain(info, args, kwargs)
-                    key.append(type(x) if i in values else x)
+                        return _with_plain(info, args, kwargs or {})
+                    key.append(type(x) if len(local) in info.value_args else x)
                     if type(x) is not int:
                         key.append(type(x))
                     part.append(x)
             local.append(part)
         elif t is float or t is bool:
             key.append(t)
-            if i not in values:
+            if len(local) not in info.value_args:
                 key.append(a)
             local.append(a)
         elif isinstance(a, torch.Tensor):
-            return _with_plain(info, args, kwargs)
+            return _with_plain(info, args, kwargs or {})
         else:
-            key.append(t if i in values else a)
+            key.append(t if len(local) in info.value_args else a)
             local.append(a)
-    named = kwargs
+    named: dict[str, Any] = _NOTHING
     if kwargs:
         named = {}
         for name, a in kwargs.items():
@@ -212,10 +212,11 @@ def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if name not in info.value_names:
                     key.append(a)
                 named[name] = a
-    plan = info.plans.get(tuple(key))
-    if plan is not None:
-        return plan.execute(local, named, args)
-    return _miss(info, tuple(key), local, named, args, kwargs)
+    where = tuple(key)
+    execute = info.plans.get(where)
+    if execute is not None:
+        return execute(local, named, args)
+    return _miss(info, where, local, named, args, kwargs or {})
 
 
 # ------------------------------------------------------------ plans
@@ -403,12 +404,12 @@ def bind_miss(miss: Callable[..., Any], with_plain: Callable[..., Any]) -> None:
     _miss, _with_plain = miss, with_plain
 
 
-def store(info: OpInfo, key: tuple[Any, ...], plan: Plan) -> None:
-    """Cache a plan; the tables are dropped as a whole when they have grown too large."""
+def store(info: OpInfo, key: tuple[Any, ...], execute: Callable[..., Any]) -> None:
+    """Cache what a plan executes; the tables are dropped as a whole when they have grown too large."""
     global _n_plans
     if _n_plans >= MAX_PLANS:
         for other in _ops.values():
             other.plans.clear()
         _n_plans = 0
-    info.plans[key] = plan
+    info.plans[key] = execute
     _n_plans += 1

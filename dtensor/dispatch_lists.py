@@ -100,7 +100,7 @@ def miss_lists(
         results += decision.outputs
     plan = ListPlan(info, moves, results)
     result = plan.execute(local, named, args)
-    hot.store(info, key, plan)  # type: ignore[arg-type]
+    hot.store(info, key, plan.execute)
     return result
 
 

@@ -174,7 +174,7 @@ def miss(
     result = plan.execute(local, named, args)
     if not info.written:
         check_locals(decision, result)
-    hot.store(info, key, plan)
+    hot.store(info, key, plan.execute)
     return result
 
 

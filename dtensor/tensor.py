@@ -64,7 +64,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        return _run(func, args, kwargs)
 
     # ------------------------------------------------------------ what it is
     @property
