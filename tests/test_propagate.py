@@ -1,0 +1,155 @@
+"""The choice of strategies: the cheapest by the cost model, checked against enumeration; ties and in-place targets."""
+
+import itertools
+
+import pytest
+import torch
+
+import dtensor
+from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
+from dtensor.cost import CostModel, use_cost_model
+from dtensor.factors import Rule, State, linear, parse_pattern, refine
+from dtensor.placement import StridedShard
+from dtensor.propagate import all_decisions, decide
+from dtensor.simulate import fake_world
+from dtensor.spec import Spec, TensorMeta, contiguous_stride
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def mm_rule(m: int, k: int, n: int) -> Rule:
+    return Rule((((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), (m, k, n), linear=(linear(0), linear(1)))
+
+
+def spec(mesh, shape, *placed: Placement) -> Spec:
+    return Spec.make(mesh, placed, shape, contiguous_stride(shape), torch.float32)
+
+
+def meta(*shape: int) -> TensorMeta:
+    return TensorMeta(torch.Size(shape), contiguous_stride(shape), torch.float32)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 3)])
+def test_the_decision_is_the_cheapest_of_all(mesh_shape: tuple[int, ...]) -> None:
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", mesh_shape)
+        some = list(itertools.product((R, S0, S1, P), repeat=len(mesh_shape)))
+        for sizes in ((64, 32, 16), (7, 5, 3), (1, 8, 64)):
+            m, k, n = sizes
+            for a, b in itertools.product(some, some[:: 1 if len(mesh_shape) == 1 else 3]):
+                ins = [spec(mesh, (m, k), *a), spec(mesh, (k, n), *b)]
+                rule = mm_rule(*sizes)
+                got = decide("mm", rule, ins, [meta(m, n)], mesh)
+                assert got is not None
+                every = list(all_decisions("mm", rule, ins, [meta(m, n)], mesh))
+                assert got.cost == min(d.cost for d in every)
+                assert [d.cost for d in every] == sorted(d.cost for d in every)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "moved"),
+    [
+        ((S0,), (R,), S0, 0),
+        ((R,), (S1,), S1, 0),
+        ((S1,), (S0,), P, 0),
+        ((P,), (R,), P, 0),
+        ((R,), (R,), R, 0),
+        ((S1,), (R,), P, 1),
+    ],
+)
+def test_what_costs_nothing_is_chosen(a, b, out, moved) -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        ins = [spec(mesh, (8, 16), *a), spec(mesh, (16, 4), *b)]
+        got = decide("mm", mm_rule(8, 16, 4), ins, [meta(8, 4)], mesh)
+        assert got is not None and got.cost == 0
+        assert got.outputs[0] is not None and got.outputs[0].placements == (out,)
+        assert sum(x is not y for x, y in zip(ins, got.inputs, strict=True)) == moved
+        assert "mm" in str(got) and "->" in str(got)
+
+
+def test_the_smaller_one_is_gathered() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        for m, n in ((1024, 8), (8, 1024)):
+            ins = [spec(mesh, (m, 16), S0), spec(mesh, (16, n), S1)]
+            got = decide("mm", mm_rule(m, 16, n), ins, [meta(m, n)], mesh)
+            assert got is not None and got.outputs[0] is not None
+            assert got.outputs[0].placements == ((S0,) if m > n else (S1,))
+
+
+def test_the_cost_model_decides() -> None:
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4))
+        ins = [spec(mesh, (512, 512), S0, R), spec(mesh, (512, 512), S0, R)]
+        free = CostModel(latency=0.0, hop=0.0)
+        with use_cost_model(free):
+            cheap = decide("mm", mm_rule(512, 512, 512), ins, [meta(512, 512)], mesh)
+        slow = CostModel(axis_bandwidth={0: 1e6})
+        with use_cost_model(slow):
+            dear = decide("mm", mm_rule(512, 512, 512), ins, [meta(512, 512)], mesh)
+        assert cheap is not None and dear is not None and dear.cost >= cheap.cost > 0
+
+
+def test_a_written_tensor_keeps_its_layout_or_nothing_is_legal() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        rule = Rule((((0,),), ((0,),)), (((0,),),), (8,))
+        ins = [spec(mesh, (8,), S0), spec(mesh, (8,), R)]
+        kept = decide("f_", rule, ins, [meta(8)], mesh, {0: 0})
+        assert kept is not None and kept.inputs[0] is ins[0] and kept.outputs[0] is ins[0]
+        assert decide("f_", rule, [spec(mesh, (8,), P), ins[1]], [meta(8)], mesh, {0: 0}) is None
+
+
+def test_composites_need_even_cuts_and_give_split_factors() -> None:
+    rule = Rule((((0, 1),),), (((0,), (1,)),), (4, 6))
+    start = State.start(rule)
+    assert start.placement(((0, 1),), 0) is S0
+    assert start.placement(((0, 1),), 1) is StridedShard(0, split_factor=4)
+    cut = start.cut(rule, 0, 2)
+    assert cut is not None and cut.placement(((0, 1),), 1) is StridedShard(0, split_factor=2)
+    assert start.cut(rule, 0, 3) is None and start.cut(rule, 1, 4) is None
+
+
+def test_refinement_follows_split_factors() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        rule = Rule((((0,), (1,)),), (((0,), (1,)),), (16, 3))
+        given = spec(mesh, (16, 3), S0, StridedShard(0, split_factor=4))
+        refined = refine(rule, [given])
+        assert refined.inputs == (((0, 2), (1,)),) and refined.sizes == (8, 3, 2)
+        got = decide("f", rule, [given], [meta(16, 3)], mesh)
+        assert got is not None and got.cost == 0 and got.outputs[0] is given
+        uneven = spec(mesh, (7, 3), StridedShard(0, split_factor=2), R)
+        got = decide("f", Rule((((0,), (1,)),), (((0,), (1,)),), (7, 3)), [uneven], [meta(7, 3)], mesh)
+        assert got is not None and got.cost == 0 and got.outputs[0] is uneven
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "outs", "sizes"),
+    [
+        ("m k, k n -> m n", [(2, 3), (3, 4)], [(2, 4)], (2, 3, 4)),
+        ("..., ... -> ...", [(5, 1, 3), (4, 3)], [(5, 4, 3)], (3, 4, 5)),
+        ("b [n], [n] -> b [n], b 1", [(2, 3), (3,)], [(2, 3), (2, 1)], (2, 3)),
+    ],
+)
+def test_patterns(text, shapes, outs, sizes) -> None:
+    _, _, got, _, _ = parse_pattern(text, shapes, outs)
+    assert sorted(got) == sorted(sizes)
+
+
+def test_bad_patterns_say_what_is_wrong() -> None:
+    for text, part in (("a -> a", "fewer dims"), ("a b c -> a b", "more dims"), ("a a -> a a", "is 2 in one tensor")):
+        with pytest.raises(ValueError, match=part):
+            parse_pattern(text, [(2, 3)], [(2, 3)])
+    with pytest.raises(ValueError, match="has 2 inputs"):
+        parse_pattern("a, b -> a", [(2,)], [(2,)])
+
+
+def test_all_ranks_decide_alike() -> None:
+    def run() -> str:
+        mesh = init_device_mesh("cpu", (2, 2))
+        ins = [spec(mesh, (7, 5), S0, P), spec(mesh, (5, 3), S1, S1)]
+        return str(decide("mm", mm_rule(7, 5, 3), ins, [meta(7, 3)], mesh))
+
+    assert len(set(dtensor.simulate(4)(run))) == 1
