@@ -1,4 +1,4 @@
-"""Communicators over the process groups of `torch.distributed`, and the table of those groups.
+"""Communicators over the process groups of `torch.distributed`.
 
 Each call is one collective that goes through torch's dispatcher, so dispatch modes see it. What a backend
 cannot carry is carried as something else of the same width (bool as uint8, int16 as the bits of float16);
@@ -16,12 +16,10 @@ A process group sorts its ranks, a mesh need not: `_order[i]` is the group rank 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtensor.comm import Communicator, Pending, Shape, check_reduction, reduce_tensors
 
-__all__ = ["C10dCommunicator", "GroupTable", "group_table"]
+__all__ = ["C10dCommunicator"]
 
 _F = torch.ops._c10d_functional
 _wait: Callable[[torch.Tensor], torch.Tensor] = _F.wait_tensor.default
@@ -154,7 +152,7 @@ def _bool_reduction(op: str) -> _Reduction:
 class C10dCommunicator(Communicator):
     """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order."""
 
-    __slots__ = ("_bits", "_name", "_order", "group")
+    __slots__ = ("_name", "_nccl", "_order", "group")
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         super().__init__(ranks, rank)
@@ -165,7 +163,7 @@ class C10dCommunicator(Communicator):
             raise ValueError(f"the group holds ranks {sorted(place)}, but the axis is over {sorted(self.ranks)}")
         order = [place[r] for r in self.ranks]
         self._order: list[int] | None = None if order == sorted(order) else order
-        self._bits = "nccl" not in c10d.get_backend_config(group)
+        self._nccl = "nccl" in c10d.get_backend_config(group)
 
     def _by_group_rank(self, values: Sequence[Any]) -> Sequence[Any]:
         """`values`, one a position, in the order of the group's ranks."""
@@ -180,7 +178,7 @@ class C10dCommunicator(Communicator):
         return position if self._order is None else self._order[position]
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
-        how = _reduction(op, x.dtype, self.size, self._bits)
+        how = _reduction(op, x.dtype, self.size, not self._nccl or x.device.type == "cpu")
         if how.wire is None:
             gathered = self._all_gather(x, [tuple(x.shape)] * self.size)
             return Pending(finish=lambda: reduce_tensors(gathered.wait(), op))
@@ -208,7 +206,7 @@ class C10dCommunicator(Communicator):
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
         own = parts[self.rank]
         dtype, shape = own.dtype, own.shape
-        how = _reduction(op, dtype, self.size, self._bits)
+        how = _reduction(op, dtype, self.size, not self._nccl or own.device.type == "cpu")
         if how.wire is None:
             received = self._all_to_all(parts, [tuple(shape)] * self.size)
             return Pending(finish=lambda: reduce_tensors(received.wait(), op))
@@ -280,102 +278,3 @@ class C10dCommunicator(Communicator):
             return _unflat(out.narrow(0, 0, numel), dtype, shape)
 
         return Pending(finish=finish)
-
-
-class GroupTable:
-    """The process groups of meshes, each made once for its set of ranks, by its members only.
-
-    A group's name holds its ranks and how many groups of these ranks came before, so members agree on
-    it whatever other groups they are in, and ranks outside need not take part. Where the default group is
-    bound to a device (eager NCCL), torch splits it instead, which all ranks of the world must do together.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
-        self._count: dict[tuple[int, ...], int] = {}
-
-    def get(
-        self, ranks: Sequence[int], device_type: str, backend: str | None = None, options: object = None
-    ) -> dist.ProcessGroup:
-        """The group of `ranks`, which this rank is one of. With `options` always a new group."""
-        default = c10d._get_default_group()
-        members = tuple(sorted(ranks))
-        backend = backend or self._backend(default, device_type)
-        plain = backend == c10d._world.pg_map[default][0] and options is None
-        if plain and len(members) == default.size():
-            return default
-        key = (members, backend)
-        known = self._made.get(key) if options is None else None
-        if known is not None and known in c10d._world.pg_map:
-            return known
-        group = self._make(members, backend, options)
-        if options is None:
-            self._made[key] = group
-        return group
-
-    @staticmethod
-    def _backend(default: dist.ProcessGroup, device_type: str) -> str:
-        """The default group's backend, or the device's own where that one cannot serve it."""
-        backend = str(c10d._world.pg_map[default][0])
-        usual = dist.Backend.default_device_backend_map.get(device_type)
-        if usual is not None and {backend, usual} == {"gloo", "nccl"}:
-            return usual
-        return backend
-
-    @staticmethod
-    def all_must_call() -> bool:
-        """True where making a group takes all ranks of the world, its members or not."""
-        return c10d._get_default_group().bound_device_id is not None
-
-    def make_all(
-        self, groups: Sequence[Sequence[int]], device_type: str, backend: str | None = None, options: object = None
-    ) -> None:
-        """Make all of `groups`, in order, where all ranks of the world must take part: each calls this alike."""
-        default = c10d._get_default_group()
-        backend = backend or self._backend(default, device_type)
-        for ranks in groups:
-            members = tuple(sorted(ranks))
-            if len(members) == 1 or (members, backend) in self._made:
-                continue
-            if len(members) == default.size() and backend == c10d._world.pg_map[default][0] and options is None:
-                continue
-            self._made[members, backend] = self._make(members, backend, options)
-
-    def _make(self, members: tuple[int, ...], backend: str, options: object) -> dist.ProcessGroup:
-        default = c10d._get_default_group()
-        timeout = getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.Backend(backend))
-        if default.bound_device_id is not None:
-            made = dist.new_group(list(members), timeout, backend, options)
-            return cast(dist.ProcessGroup, made)
-        before = self._count.get(members, 0)
-        self._count[members] = before + 1
-        return _new_group(members, f"dtensor:{'_'.join(map(str, members))}:{before}", backend, options, timeout)
-
-
-def _new_group(
-    members: tuple[int, ...], name: str, backend: str, options: object, timeout: timedelta
-) -> dist.ProcessGroup:
-    """`dist.new_group` by a name of our own; only the members call it."""
-    default = c10d._get_default_group()
-    store = c10d._world.pg_map[default][1]
-    group, _ = c10d._new_process_group_helper(
-        len(members), members.index(default.rank()), list(members), dist.Backend(backend), store,
-        c10d.GroupName(name), backend_options=options, timeout=timeout, group_desc="mesh",
-    )  # fmt: skip
-    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
-    return cast(dist.ProcessGroup, group)
-
-
-_tables: list[tuple[weakref.ref[dist.ProcessGroup], GroupTable]] = []
-
-
-def group_table() -> GroupTable:
-    """The table of the current default group. Raises ValueError where torch.distributed is not initialised."""
-    default = c10d._get_default_group()
-    for ref, table in _tables:
-        if ref() is default:
-            return table
-    _tables[:] = [(r, t) for r, t in _tables if r() is not None]
-    table = GroupTable()
-    _tables.append((weakref.ref(default), table))
-    return table

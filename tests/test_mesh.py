@@ -492,7 +492,7 @@ def test_the_default_group_is_made_where_it_is_missing(monkeypatch: pytest.Monke
 
 def test_cuda_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """LOCAL_RANK decides; without it the rank does, with a warning; a device chosen before stays."""
-    from dtensor import device_mesh as module
+    from dtensor.mesh_arguments import choose_device
     from dtensor.world import World
 
     chosen: list[int] = []
@@ -502,7 +502,7 @@ def test_cuda_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    choose, world = module._choose_device, World("c10d", 6, 8, "c10d")
+    choose, world = choose_device, World("c10d", 6, 8, "c10d")
     with pytest.warns(UserWarning, match="takes cuda:2"):
         choose("cuda", world)
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -521,7 +521,7 @@ def test_cuda_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backends_of_devices() -> None:
-    from dtensor.comm_c10d import GroupTable
+    from dtensor.process_groups import GroupTable
 
     table = GroupTable()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

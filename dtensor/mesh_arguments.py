@@ -1,0 +1,91 @@
+"""What the makers of meshes accept: ranks in any form, names, backends, and the device of the process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dtensor.mesh_geometry import BackendConfig, Ranks
+from dtensor.world import World
+
+__all__ = ["as_names", "as_ranks", "choose_device", "normalise_override"]
+
+
+def as_ranks(mesh: object) -> Ranks:
+    """Ranks as an int64 array. Raises TypeError for what is not made of integers, ValueError for a ragged list."""
+    if isinstance(mesh, torch.Tensor):
+        mesh = mesh.detach().cpu().tolist()
+    array = np.asarray(mesh)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"DeviceMesh takes integer ranks, got {array.dtype} in {mesh!r}")
+    return np.ascontiguousarray(array, dtype=np.int64).reshape(array.shape)
+
+
+def as_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
+    """Names as a tuple, None for none. Raises ValueError for a wrong number, RuntimeError for a name given twice."""
+    if not names:
+        return None
+    made = tuple(names)
+    if len(made) != ndim:
+        raise ValueError(f"mesh_dim_names {made} names {len(made)} dimensions of a mesh that has {ndim}")
+    if len(set(made)) != len(made):
+        raise RuntimeError(f"Each mesh_dim_name must be unique. Found repeated mesh_dim_name in {made}")
+    return made
+
+
+def choose_device(device_type: str, world: World) -> None:
+    """Set the process's accelerator from LOCAL_RANK, or rank modulo devices, unless one was set before."""
+    handle = getattr(torch, device_type, None)
+    if device_type == "cpu" or handle is None or dist.get_backend() == "fake" or handle.is_initialized():
+        return
+    if "LOCAL_RANK" in os.environ:
+        handle.set_device(int(os.environ["LOCAL_RANK"]))
+        return
+    count = handle.device_count()
+    if count == 0:
+        return
+    warnings.warn(
+        f"No device was chosen and LOCAL_RANK is not set: rank {world.rank} takes {device_type}:{world.rank % count}. "
+        f"Call torch.{device_type}.set_device() before making the mesh, or start with torchrun.",
+        stacklevel=4,
+    )
+    if world.size > count and world.size % count:
+        raise RuntimeError(
+            f"DeviceMesh only support homogeneous hardware, but found {world.size} ranks "
+            f"and {count} {device_type} devices!"
+        )
+    handle.set_device(world.rank % count)
+
+
+def normalise_override(given: dict[Any, Any], ndim: int, names: tuple[str, ...] | None) -> tuple[BackendConfig, ...]:
+    """(backend, options) for each axis from a dict by index or name. Raises RuntimeError for keys that name none."""
+    out: list[BackendConfig] = []
+    for i in range(ndim):
+        name = names[i] if names else None
+        if name is not None and name in given:
+            if i in given:
+                raise RuntimeError(f"Found redundant dim index {i} and name {name} in backend_override")
+            value = given.pop(name)
+        elif i in given:
+            value = given.pop(i)
+        else:
+            out.append((None, None))
+            continue
+        if isinstance(value, str):
+            out.append((value, None))
+        elif isinstance(value, tuple):
+            out.append((value[0], value[1]))
+        else:
+            out.append((None, value))
+    if given:
+        raise RuntimeError(
+            f"Found invalid keys in backend_override: got {list(given)}, expected integers in range [0, {ndim}) "
+            f"or one of {names or ()}"
+        )
+    return tuple(out)

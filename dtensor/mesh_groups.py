@@ -1,0 +1,157 @@
+"""The process groups and communicators of a mesh.
+
+Groups are made when the mesh is, one for each axis, and are shared by all meshes cut out of one root: a group is known
+by the positions that its axis runs over. Communicators are made when first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+import torch.distributed as dist
+
+from dtensor.comm import Communicator
+from dtensor.comm_c10d import C10dCommunicator
+from dtensor.mesh_geometry import AxisRef, BackendConfig, MeshGeometry
+from dtensor.mesh_layout import Axis, axis_digit, axis_offsets, axis_size, coalesce
+from dtensor.process_groups import group_table
+from dtensor.world import World
+
+__all__ = ["MeshGroups"]
+
+
+class MeshWorld(Protocol):
+    """What a mesh asks of a world that is not c10d."""
+
+    def communicator(self, ranks: tuple[int, ...], position: int) -> Communicator:
+        """The communicator of `ranks` (mesh order), in which this rank has `position`."""
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A process group of `ranks` for the user's own calls."""
+
+
+class MeshGroups(MeshGeometry):
+    """A grid of ranks that can communicate along its axes."""
+
+    __slots__ = ()
+
+    def _make_groups(self) -> None:
+        """Make the groups of all axes longer than 1, in order. In c10d worlds the members of each must do so alike."""
+        self._ready = True
+        if not self._in_c10d():
+            return
+        if self._position is None:
+            return
+        for i, axis in enumerate(self._axes):
+            if axis_size(axis) > 1:
+                self._group_of(axis, i)
+
+    def _in_c10d(self) -> bool:
+        """True where groups are those of `torch.distributed` (or would be: a mesh of pure geometry has none)."""
+        return self._world is None or self._world.kind == "c10d"
+
+    def _rows(self, axis: Axis) -> list[list[int]]:
+        """The ranks along `axis`, for every place along the others."""
+        offsets = axis_offsets(axis)
+        first = np.ones(self._map.size, dtype=bool)
+        positions = np.arange(self._map.size, dtype=np.int64)
+        for size, stride in axis:
+            first &= positions // stride % size == 0
+        rows: list[list[int]] = self._map[positions[first][:, None] + offsets].tolist()
+        return rows
+
+    def _override(self, axis: int | None) -> BackendConfig:
+        return self._overrides[axis] if self._overrides is not None and axis is not None else (None, None)
+
+    def _along(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks along `axis` through this rank, in order."""
+        if self._position is None:
+            raise RuntimeError(
+                f"rank {self._rank} is not in {self!r}, so it has no group there; "
+                "test `mesh.get_coordinate() is None` first"
+            )
+        own = sum(self._position // stride % size * stride for size, stride in axis)
+        ranks: list[int] = self._map[self._position - own + axis_offsets(axis)].tolist()
+        return tuple(ranks)
+
+    def _group_of(self, axis: Axis, index: int | None = None) -> dist.ProcessGroup:
+        """The process group of the ranks along `axis`, whatever their order; shared by all meshes of one root."""
+        if not self._ready:
+            raise RuntimeError("DeviceMesh process groups not initialized!")
+        key = unordered(axis)
+        override = self._override(index)
+        shared = self._groups if override != (None, None) else self._get_root_mesh()._groups
+        group = self._groups.get(key) or shared.get(key)
+        if group is None:
+            ranks = self._along(axis)
+            if self._in_c10d():
+                group = group_table().get(ranks, self._device_type, *override)
+            else:
+                group = _mesh_world(self._world).group(ranks)
+            shared[key] = group
+        return group
+
+    def get_group(self, mesh_dim: AxisRef | None = None) -> dist.ProcessGroup:
+        """The process group of one axis, for calls to `torch.distributed`. Its ranks are in ascending order.
+
+        Raises RuntimeError without `mesh_dim` where there are several axes and on ranks outside the mesh,
+        KeyError for an unknown name, IndexError for an index out of range.
+        """
+        if mesh_dim is None and self.ndim != 1:
+            raise RuntimeError(
+                f"{self!r} has {self.ndim} dimensions: get_group(mesh_dim) needs to know which; "
+                "get_all_groups() gives all of them"
+            )
+        flattened = self._get_root_mesh()._flattened
+        if isinstance(mesh_dim, str) and mesh_dim in flattened:
+            return cast(MeshGroups, flattened[mesh_dim]).get_group()
+        i = self.axis_of(0 if mesh_dim is None else mesh_dim)
+        return self._group_of(self._axes[i], i)
+
+    def get_all_groups(self) -> list[dist.ProcessGroup]:
+        """One process group for each axis, in order."""
+        return [self.get_group(i) for i in range(self.ndim)]
+
+    def comm(self, axes: AxisRef | tuple[AxisRef, ...] = 0) -> Communicator:
+        """The communicator along one axis, or along several flattened into one, row-major in the order given.
+
+        The same object for the same axes. Raises RuntimeError on ranks outside the mesh and where the mesh
+        was made without groups, KeyError or IndexError for an axis that is not there.
+        """
+        found = self._comms.get(axes)  # type: ignore[arg-type]
+        if found is None:
+            if isinstance(axes, tuple) and len(axes) > 1:
+                places = tuple(self.axis_of(a) for a in axes)
+                if len(set(places)) != len(places):
+                    raise ValueError(f"comm({axes}): an axis occurs twice")
+                found = self._make_comm(coalesce(pair for i in places for pair in self._axes[i]), None)
+            else:
+                i = self.axis_of(axes[0] if isinstance(axes, tuple) else axes)
+                found = self._make_comm(self._axes[i], i)
+            self._comms[axes] = found  # type: ignore[index]
+        return found
+
+    def _make_comm(self, axis: Axis, index: int | None) -> Communicator:
+        ranks = self._along(axis)
+        position = axis_digit(axis, self._position or 0)
+        if not self._in_c10d():
+            return _mesh_world(self._world).communicator(ranks, position)
+        return C10dCommunicator(self._group_of(axis, index), ranks, position)
+
+    def _adopt(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Use `groups`, one an axis, as this root mesh's own."""
+        self._ready = True
+        if self._position is not None:
+            for axis, group in zip(self._axes, groups):
+                self._groups[unordered(axis)] = group
+
+
+def unordered(axis: Axis) -> Axis:
+    """The same for all axes that go over the same positions in some order: process groups sort their ranks."""
+    return coalesce(sorted(axis, key=lambda pair: -pair[1]))
+
+
+def _mesh_world(world: World | None) -> MeshWorld:
+    return world  # type: ignore[return-value]
