@@ -28,10 +28,10 @@ receives just what it wants and lacks. On a mesh (2, 4) of axes x, y:
 Where links differ in speed, or a launch costs less than the hops of a large group, several smaller
 collectives can be cheaper: then the orders in which axes can go to their target are searched.
 
-Reducing. A Partial axis is reduced before anything else moves, since data that is not reduced is never
-smaller; it is sliced before that where this is local. An axis may be reduced to R, or scattered to its
-shard in `dst`, or, where another axis stands in the way, to any even shard, from which the final move
-gathers. Axes of one kind may be reduced in one collective.
+Reducing. A Partial axis is reduced early, since data that is not reduced is never smaller; it is sliced before
+that where this is local, and moved before it only where that takes fewer or shorter launches. An axis may be
+reduced to R, or scattered to its shard in `dst`, or, where another axis stands in the way, to any even shard,
+from which the final move gathers. Axes of one kind may be reduced in one collective.
 
     [P, P]    -> [R, R]       all-reduce over x and y
     [P, P]    -> [S(0), R]    reduce-scatter over x, then all-reduce over y of the half
@@ -39,8 +39,8 @@ gathers. Axes of one kind may be reduced in one collective.
     [P, S(0)] -> [R, S(0)]    all-reduce over x
 
 Search. Uniform-cost: the cheapest open state is expanded first, so the first path that arrives is the
-cheapest over these steps. Every edge reduces a pending axis, cuts a replicated one, or brings an axis to its
-target, and none undoes it, so there are no cycles and the search ends.
+cheapest over these steps. An axis only ever has its placement of `src`, of `dst`, R, or one even shard, so
+there are few states, no path visits one twice, and the search ends; paths dearer than a known one are cut off.
 
 Towards Partial. The engine itself asks for it (a user may not): the tensor is brought to R on those axes
 and then split, as the last step.

@@ -26,8 +26,9 @@ def move(space: Space, src: Layout, dst: Layout) -> Path:
     """The cheapest way between layouts whose Partial axes agree.
 
     Input: the layouts. State: which axes already have their placement of `dst`; an edge brings some more of
-    them there in one shot. Initial state: none. The states form a lattice of 2**axes points and every edge
-    goes up, so the search ends. No search is made where one shot is at most what two launches cost.
+    them there in one shot, or replicates them on the way where only two differ. Initial state: none. Every edge
+    changes an axis that is not yet as in `dst`, so the search ends. No search is made where one shot is at most
+    what two launches cost.
     Returns: cost and steps.
     """
     direct = one_shot(space, src, dst)
@@ -43,10 +44,16 @@ def move(space: Space, src: Layout, dst: Layout) -> Path:
 
 
 def _between(cur: Layout, dst: Layout, axes: list[int]) -> Iterator[Layout]:
-    left = [a for a in axes if cur[a] is not dst[a]]
-    for n in range(1, len(left) + 1):
-        for some in itertools.combinations(left, n):
-            yield tuple(dst[a] if a in some else p for a, p in enumerate(cur))
+    """Layouts with some more of `axes` as in `dst`, or replicated where there are only two of them."""
+    choices = [
+        (cur[a],) if cur[a] is dst[a] else (dst[a], cur[a], _REPLICATE)[: 3 if len(axes) == 2 else 2] for a in axes
+    ]
+    for some in itertools.product(*choices):
+        nxt = list(cur)
+        for a, p in zip(axes, some):
+            nxt[a] = p
+        if tuple(nxt) != cur:
+            yield tuple(nxt)
 
 
 def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
@@ -54,8 +61,9 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
 
     Input: the layouts. State: a layout; `pending` are its axes that still have to be reduced.
     Edges while something is pending: reduce some pending axes of one kind, in one all-reduce or one
-    reduce-scatter; slice. Then: move to `dst`. Each reducing edge leaves fewer pending axes and a slice
-    fewer replicated ones, so the search ends.
+    reduce-scatter; slice; move the axes that are not pending to `dst`; gather the axes that keep a pending one
+    from its shard in `dst`. Then: move all to `dst`. Costs are positive and the layouts that edges lead to are
+    few, so the search ends.
     Returns: cost and steps.
     """
     pending = _pending(space, src, dst)
@@ -146,6 +154,12 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
     if sliced != cur:
         yield sliced, space.step("slice", _changed(cur, sliced), cur, sliced)
     two = space.model.floor(2, 0)
+    moved = tuple(p if a in pending else dst[a] for a, p in enumerate(cur))
+    if slack >= two and space.cuts(moved) not in (space.cuts(cur), space.cuts(sliced)):
+        yield moved, one_shot(space, cur, moved)
+    opened = tuple(_REPLICATE if _blocks(dst, pending, a, p) else p for a, p in enumerate(cur))
+    if slack >= two and opened != cur:
+        yield opened, one_shot(space, cur, opened)
     for n in range(len(pending), 0, -1):
         if n < len(pending) and slack < two:
             return
@@ -161,6 +175,11 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
                 if part[0] <= whole[0] and space.extends(scattered, dst):
                     continue
             yield reduced, whole
+
+
+def _blocks(dst: Layout, pending: list[int], axis: int, p: Placement) -> bool:
+    """True where `axis` cuts a dim that a pending axis before it will cut in `dst`."""
+    return _dim(p) >= 0 and any(b < axis and _dim(dst[b]) == _dim(p) for b in pending)
 
 
 def _changed(cur: Layout, nxt: Layout) -> tuple[int, ...]:

@@ -1,0 +1,245 @@
+"""The executor: memory, unwaited results, meta tensors, ranks outside the mesh, errors; and real processes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from reshard_cases import Layout, P, R, local_of, numbers, pairs, shard_of, spec_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtensor
+from dtensor.comm import observers
+from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.errors import LayoutError
+from dtensor.placement import Partial, Placement, Shard, StridedShard
+from dtensor.reshard_plan import plan_reshard
+from dtensor.reshard_run import redistribute_local, run_reshard
+
+S0, S1 = Shard(0), Shard(1)
+
+
+def on_ranks(n: int, body: Callable[[DeviceMesh], Any], mesh_shape: tuple[int, ...] = ()) -> list[Any]:
+    return dtensor.simulate(n)(lambda: body(init_device_mesh("cpu", mesh_shape or (n,))))
+
+
+def test_same_spec_gives_the_same_tensor() -> None:
+    def body(mesh: DeviceMesh) -> bool:
+        x = numbers((4,))
+        return redistribute_local(x, spec_of(mesh, (R,), x), spec_of(mesh, (R,), x)) is x
+
+    assert all(on_ranks(2, body))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [(R, S0), (R, S1), (R, StridedShard(0, split_factor=2)), (S0, S1), (P, R), (P, S0), (S0, R)],
+    ids=str,
+)
+def test_results_share_no_memory_with_the_input(src: Placement, dst: Placement) -> None:
+    def body(mesh: DeviceMesh) -> bool:
+        kept = []
+        for shape in ((8, 8), (1, 8), (1, 1)):  # in the last, a rank's shard may be all there is
+            full = numbers(shape)
+            x = local_of(full, (src,), mesh.shape, mesh.coord or ())
+            before = x.clone()
+            y = redistribute_local(x, spec_of(mesh, (src,), full), spec_of(mesh, (dst,), full))
+            y.fill_(-1.0)
+            kept.append(torch.equal(x, before) and y.is_contiguous())
+        return all(kept)
+
+    assert all(on_ranks(4, body))
+
+
+def test_received_elements_are_what_communicators_count() -> None:
+    def body(mesh: DeviceMesh) -> list[str]:
+        full, bad = numbers((5, 7)), []
+        for src, dst in pairs((2, 3), 2, 150, seed=7):
+            seen: list[int] = []
+            count = lambda kind, ranks, received, itemsize, seen=seen: seen.append(received)  # noqa: E731
+            plan = plan_reshard(spec_of(mesh, src, full), spec_of(mesh, dst, full))
+            x = local_of(full, src, mesh.shape, mesh.coord or ())
+            observers.append(count)
+            run_reshard(plan, x)
+            observers.remove(count)
+            if len(seen) != len(plan.collectives) or sum(seen) != plan.received_elements:
+                bad.append(f"{plan}\n counted {seen}, planned {plan.received_elements}")
+        return bad
+
+    for bad in on_ranks(6, body, (2, 3)):
+        assert not bad, bad[0]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [(S0, R), (S1, R), (S0, S1), (P, R), (P, S0), (P, S1), (R, S0), (R, P), (R, R)], ids=str
+)
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7)], ids=str)
+def test_async_gives_the_same_once_used(src: Placement, dst: Placement, shape: tuple[int, ...]) -> None:
+    def body(mesh: DeviceMesh) -> bool:
+        return async_agrees(mesh, src, dst, shape)
+
+    assert all(on_ranks(4, body))
+
+
+def async_agrees(mesh: DeviceMesh, src: Placement, dst: Placement, shape: tuple[int, ...]) -> bool:
+    full = numbers(shape)
+    a, b = spec_of(mesh, (src,), full), spec_of(mesh, (dst,), full)
+    x = local_of(full, (src,), mesh.shape, mesh.coord or ())
+    want = redistribute_local(x, a, b)
+    late = redistribute_local(x.clone(), a, b, async_op=True)
+    same = late.shape == want.shape and late.dtype == want.dtype and late.stride() == want.stride()
+    viewed = redistribute_local(x.clone(), a, b, async_op=True)
+    again = redistribute_local(x.clone(), a, b, async_op=True)
+    waited = again.wait() if hasattr(again, "wait") else again
+    return same and all(
+        [torch.equal(late + 0, want), torch.equal(viewed.view(-1) + 0, want.view(-1)), torch.equal(waited, want)]
+    )
+
+
+def test_meta_tensors_do_not_communicate() -> None:
+    def body(mesh: DeviceMesh) -> list[str]:
+        full, bad = numbers((5, 7)), []
+        for src, dst in pairs((2, 2), 2, 80, seed=9):
+            a, b = spec_of(mesh, src, full), spec_of(mesh, dst, full)
+            if mesh.coord == (1, 0):  # the others do not take part
+                x = torch.empty(a.local_shape, dtype=full.dtype, device="meta")
+                y = redistribute_local(x, a, b)
+                bad += [] if y.is_meta and y.shape == b.local_shape else [f"{src} -> {dst}"]
+        return bad
+
+    for bad in on_ranks(4, body, (2, 2)):
+        assert not bad
+
+
+def test_ranks_outside_the_mesh_get_an_empty_part() -> None:
+    def body() -> tuple[int, ...]:
+        mesh = DeviceMesh("cpu", [0, 2])
+        full = numbers((4, 3))
+        x = local_of(full, (S0,), mesh.shape, mesh.coord) if mesh.coord else full.new_empty(0)
+        return tuple(redistribute_local(x, spec_of(mesh, (S0,), full), spec_of(mesh, (R,), full)).shape)
+
+    shapes = dtensor.simulate(3)(body)
+    assert shapes[0] == shapes[2] == (4, 3) and 0 in shapes[1]
+
+
+def test_permuted_ranks() -> None:
+    def body() -> list[str]:
+        mesh, bad = DeviceMesh("cpu", [[3, 1], [2, 0]]), []
+        full = numbers((5, 6))
+        for src, dst in pairs((2, 2), 2, 80, seed=11):
+            if any(isinstance(p, Partial) for p in dst):
+                continue
+            x = local_of(full, src, mesh.shape, mesh.coord or ())
+            y = redistribute_local(x, spec_of(mesh, src, full), spec_of(mesh, dst, full))
+            bad += [] if torch.equal(y, shard_of(full, dst, mesh.shape, mesh.coord or ())) else [f"{src} -> {dst}"]
+        return bad
+
+    for bad in dtensor.simulate(4)(body):
+        assert not bad
+
+
+def test_a_local_tensor_of_another_shape_is_refused() -> None:
+    def body(mesh: DeviceMesh) -> str:
+        full = numbers((5, 7))
+        with pytest.raises(LayoutError, match="its shard of that layout has shape") as e:
+            redistribute_local(full, spec_of(mesh, (S0,), full), spec_of(mesh, (R,), full))
+        return str(e.value)
+
+    text = on_ranks(2, body)[0]
+    assert "f64[5@0,7]" in text and "(5, 7)" in text and "(3, 7)" in text and "from_local" in text
+
+
+# ------------------------------------------------------------ real processes
+class Calls(TorchDispatchMode):
+    """Names of the collectives that torch.distributed is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and "wait" not in name:
+            self.names.append(
+                name.strip("_").replace("_into_tensor", "").removesuffix("_tensor").removesuffix("_single")
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def on_gloo(rank: int, port: int) -> list[str]:
+    """The law on gloo: values, one collective of the natural kind, unwaited results."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    bad = []
+    kinds: list[tuple[Placement, Placement, list[str]]] = [
+        (S0, R, ["all_gather"]), (S1, R, ["all_gather"]), (P, R, ["all_reduce"]), (P, S0, ["reduce_scatter"]),
+        (P, S1, ["reduce_scatter"]), (S0, S1, ["all_to_all"]), (S1, S0, ["all_to_all"]), (R, S1, []),
+        (StridedShard(0, split_factor=2), S0, ["all_to_all"]),
+    ]  # fmt: skip
+    for ranks in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        mesh = DeviceMesh("cpu", ranks)
+        for shape in ((8, 8), (5, 7), (3, 2)):
+            for src, dst, names in kinds:
+                bad += value_faults(mesh, (src,), (dst,), numbers(shape), names)
+                bad += [] if async_agrees(mesh, src, dst, shape) else [f"async {src} -> {dst} of {shape}"]
+    mesh = init_device_mesh("cpu", (2, 2))
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.complex64):
+        for src, dst in pairs((2, 2), 2, 40, seed=13):
+            bad += value_faults(
+                mesh, src, dst, numbers((5, 7), dtype) % 8 if not dtype.is_complex else numbers((5, 7), dtype)
+            )
+    bad += value_faults(mesh, (S0, S1), (S1, R), numbers((5, 7), torch.bool))
+    dist.barrier()
+    dist.destroy_process_group()
+    return bad
+
+
+def value_faults(
+    mesh: DeviceMesh, src: Layout, dst: Layout, full: torch.Tensor, names: list[str] | None = None
+) -> list[str]:
+    dst = tuple(R if isinstance(p, Partial) else p for p in dst)
+    x = local_of(full, src, mesh.shape, mesh.coord or ())
+    with Calls() as calls:
+        y = redistribute_local(x, spec_of(mesh, src, full), spec_of(mesh, dst, full))
+    bad = [] if names is None or calls.names == names else [f"{src} -> {dst} of {tuple(full.shape)}: {calls.names}"]
+    right = torch.equal(y, shard_of(full, dst, mesh.shape, mesh.coord or ()))
+    return bad if right else [*bad, f"{src} -> {dst} of {tuple(full.shape)} {full.dtype}: wrong values"]
+
+
+def _gloo_main(rank: int, port: int, answers: Any) -> None:
+    try:
+        answers.put(on_gloo(rank, port))
+    except BaseException as e:
+        answers.put([f"rank {rank}: {type(e).__name__}: {e}"])
+        raise
+
+
+@pytest.mark.processes
+def test_on_gloo_processes() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=_gloo_main, args=(r, port, answers)) for r in range(4)]
+    for process in processes:
+        process.start()
+    try:
+        for _ in processes:
+            bad = answers.get(timeout=120)
+            assert not bad, bad[:5]
+    except queue.Empty:
+        pytest.fail("no answer from the processes in 120 s")
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
