@@ -1,0 +1,181 @@
+"""Views: the dims of the output are dims of the input, in another order, merged, split, or of size 1.
+
+    view      (a b) c -> a b c        the common factors of both shapes, `propagation_rules.refinement`
+    permute   a b c -> c a b
+    expand    a -> . a                what an expand makes carries no factor
+    squeeze   a 1 -> a                a shard of the dim that goes away is gathered
+
+They only move elements, so every pending reduction passes. Sizes among the arguments become local ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from dtensor.factors import Rule, linear, passes
+from dtensor.registry import Call, register
+from dtensor.spec import Spec
+from propagation_rules.labelled import every_dim, labelled, local_size
+from propagation_rules.refinement import common_factors
+
+MOVES = (passes(0),)
+Local = Callable[..., object]
+SQUEEZE, ALIAS = torch.ops.aten.squeeze.dims, torch.ops.aten.alias.default
+
+
+# ------------------------------------------------------------ reshapes
+def reshape(call: Call) -> Rule:
+    """By hand: the factors come from comparing two shapes."""
+    out = call.outputs[0]
+    assert out is not None
+    first, second, sizes, whole = common_factors(call.inputs[0].shape, out.shape)
+    rule = Rule((tuple(first),), (tuple(second),), tuple(sizes), frozenset(whole), linear=MOVES)
+    asked = call.get("size")
+
+    def localize(_: Sequence[Spec], outs: Sequence[Spec | None]) -> Mapping[str, object]:
+        local = outs[0]
+        return {} if local is None or tuple(local.local_shape) == tuple(asked) else {"size": list(local.local_shape)}
+
+    return replace(rule, localize=localize)
+
+
+def reshape_alias(call: Call) -> Rule:
+    """As `reshape`; the strides among the arguments are global ones, so the local part is a plain reshape."""
+
+    def bind(_: Sequence[Spec], outs: Sequence[Spec | None]) -> Local | None:
+        out = outs[0]
+        return None if out is None else lambda x, *_: x.reshape(out.local_shape)
+
+    return replace(reshape(call), localize=None, bind=bind)
+
+
+def expand(call: Call) -> Rule:
+    """Dims that grow carry no factor: a shard of a dim of size 1 is gathered."""
+    out = call.outputs[0]
+    assert out is not None
+    shape, wide = call.inputs[0].shape, out.shape
+    first = len(wide) - len(shape)
+    kept: list[Hashable] = [d if shape[d] == wide[first + d] else None for d in range(len(shape))]
+    return local_size("size", labelled(call, [kept], [[*[None] * first, *kept]], linear=MOVES))
+
+
+# ------------------------------------------------------------ orders
+def permute(call: Call) -> Rule:
+    """The output's dims name the input's."""
+    n = call.inputs[0].ndim
+    return labelled(call, [every_dim(n)], [[d % n for d in call["dims"]]], linear=MOVES)
+
+
+def transpose(call: Call) -> Rule:
+    """Two dims change places; `t` has no arguments, its dims are 0 and 1."""
+    n = call.inputs[0].ndim
+    order = every_dim(n)
+    if n:
+        a, b = (call["dim0"] % n, call["dim1"] % n) if "dim0" in call.arguments else (0, n - 1)
+        order[a], order[b] = order[b], order[a]
+    return labelled(call, [every_dim(n)], [order], linear=MOVES)
+
+
+# ------------------------------------------------------------ dims of size 1
+def unsqueeze(call: Call) -> Rule:
+    """The new dim carries no factor."""
+    n = call.inputs[0].ndim
+    at = call["dim"] % (n + 1)
+    order = every_dim(n)
+    return labelled(call, [order], [[*order[:at], None, *order[at:]]], linear=MOVES)
+
+
+def squeeze(call: Call) -> Rule:
+    """By hand: which dims go is a matter of the global sizes, a local size may be 1 by chance."""
+    shape = call.inputs[0].shape
+    asked = set(call.dims("dim")) if call.get("dim") is not None else set(range(len(shape)))
+    gone = [d for d in range(len(shape)) if d in asked and shape[d] == 1]
+    kept = [None if d in gone else d for d in range(len(shape))]
+    rule = labelled(call, [kept], [[d for d in kept if d is not None]], linear=MOVES)
+
+    run: Local = (lambda x, *_: SQUEEZE(x, gone)) if gone else lambda x, *_: ALIAS(x)
+    return replace(rule, bind=lambda *_: run)
+
+
+# ------------------------------------------------------------ parts of a tensor, one each
+def unbind(call: Call) -> Rule:
+    """The dim that is taken apart stays whole."""
+    n, dim = call.inputs[0].ndim, call.dim()
+    kept = [None if d == dim else d for d in range(n)]
+    return labelled(call, [kept], [kept[:dim] + kept[dim + 1 :]] * len(call.outputs), linear=MOVES)
+
+
+def diagonal(call: Call) -> Rule:
+    """The two dims stay whole; the diagonal is a new last dim."""
+    n = call.inputs[0].ndim
+    pair = {call["dim1"] % n, call["dim2"] % n}
+    kept = [None if d in pair else d for d in range(n)]
+    return labelled(call, [kept], [[d for d in kept if d is not None] + [None]], linear=MOVES)
+
+
+def diag_embed(call: Call) -> Rule:
+    """The last dim and the two new ones stay whole."""
+    n = call.inputs[0].ndim
+    pair = {call["dim1"] % (n + 1), call["dim2"] % (n + 1)}
+    rest = iter(range(n - 1))
+    out = [None if d in pair else next(rest) for d in range(n + 1)]
+    return labelled(call, [[*range(n - 1), None]], [out], linear=MOVES)
+
+
+def unfold(call: Call) -> Rule:
+    """Windows over a dim, which stays whole, as does the new last dim."""
+    n = call.inputs[0].ndim
+    if n == 0:
+        return labelled(call, [[]], [[None]], linear=MOVES)
+    dim = int(call["dimension"]) % n
+    kept = [None if d == dim else d for d in range(n)]
+    return labelled(call, [kept], [[*kept, None]], linear=MOVES)
+
+
+# ------------------------------------------------------------ other types
+def view_dtype(call: Call) -> Rule:
+    """By hand: the last dim splits or merges by the ratio of the widths.
+
+    Bits are not numbers: nothing pending passes.
+    """
+    out, spec = call.outputs[0], call.inputs[0]
+    assert out is not None
+    lead, a, b = every_dim(spec.ndim), spec.dtype.itemsize, out.dtype.itemsize
+    if a == b or not lead:
+        return labelled(call, [lead], [lead], linear=MOVES if spec.dtype == out.dtype else ())
+    ratio = max(a, b) // min(a, b)
+    few, many = ["last"], [("last", "part")]
+    sizes: dict[Hashable, int] = {"last": min(spec.shape[-1], out.shape[-1]), "part": ratio}
+    ends = (few, many) if a > b else (many, few)
+    return labelled(call, [lead[:-1] + ends[0]], [lead[:-1] + ends[1]], sizes=sizes, whole=("part",))
+
+
+def view_as_real(call: Call) -> Rule:
+    """A new last dim of real and imaginary parts."""
+    order = every_dim(call.inputs[0].ndim)
+    return labelled(call, [order], [[*order, None]], linear=(linear(0),))
+
+
+def view_as_complex(call: Call) -> Rule:
+    """The last dim, of real and imaginary parts, goes."""
+    order = every_dim(call.inputs[0].ndim - 1)
+    return labelled(call, [[*order, None]], [order], linear=(linear(0),))
+
+
+register("aten.view aten.view_copy aten._unsafe_view", reshape)
+register("aten._reshape_alias aten._reshape_alias_copy aten._reshape_copy", reshape_alias)
+register("aten.expand aten.expand_copy", expand)
+register("aten.permute aten.permute_copy", permute)
+register("aten.transpose aten.transpose_copy aten.t aten.t_copy", transpose)
+register("aten.unsqueeze aten.unsqueeze_copy", unsqueeze)
+register("aten.squeeze aten.squeeze_copy", squeeze)
+register("aten.unbind aten.unbind_copy", unbind)
+register("aten.diagonal aten.diagonal_copy", diagonal)
+register("aten.diag_embed", diag_embed)
+register("aten.unfold aten.unfold_copy", unfold)
+register("aten.view.dtype aten.view_copy.dtype", view_dtype)
+register("aten.view_as_real aten.view_as_real_copy", view_as_real)
+register("aten.view_as_complex aten.view_as_complex_copy", view_as_complex)
