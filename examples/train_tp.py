@@ -261,7 +261,7 @@ def run_rank(job: Job, engine_name: str) -> Record:
 
 def process(rank: int, job: Job, engine_name: str, rendezvous: str, results: Any) -> None:
     """Body of one of the processes that `in_processes` starts."""
-    torch.set_num_threads(max(1, cores() // job.ranks))
+    torch.set_num_threads(1)  # as the run in one process: a rank is one thread
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=job.ranks, timeout=timedelta(minutes=5)
     )
@@ -283,7 +283,6 @@ def simulated(job: Job) -> list[Record]:
     """Every rank a thread of this process."""
     import dtensor
 
-    torch.set_num_threads(1)
     return list(dtensor.simulate(job.ranks)(run_rank, job, "ours"))
 
 
@@ -292,11 +291,6 @@ def under_torchrun(job: Job, engine_name: str) -> list[Record]:
     records: list[Any] = [None] * job.ranks
     dist.all_gather_object(records, run_rank(job, engine_name))
     return records
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_text(path: str | None) -> bytes:
@@ -382,11 +376,11 @@ def main(argv: list[str]) -> int:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
 
+    torch.set_num_threads(1)
     run = under_torchrun if launched else in_processes
     sharded = simulated(job) if options.simulated else run(job, "ours")
     other = run(job, "torch") if options.compare else None
 
-    torch.set_num_threads(cores())
     agree = True
     if leads:
         single = train(job, progress=Progress("one process", job.steps))
@@ -395,7 +389,7 @@ def main(argv: list[str]) -> int:
         if options.json:
             runs = {"sharded": sharded, "torch": other or [], "single": [single]}
             figures = {name: [asdict(record) for record in records] for name, records in runs.items()}
-            facts = {"torch": torch.__version__, "cores": cores(), "mesh": job.mesh, "tolerance": tolerance}
+            facts = {"torch": torch.__version__, "cores": os.cpu_count(), "mesh": job.mesh, "tolerance": tolerance}
             Path(options.json).write_text(json.dumps({**facts, "agree": agree, **figures}, indent=1))
     if launched:
         dist.destroy_process_group()
