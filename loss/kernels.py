@@ -20,7 +20,6 @@ Literature: the vocabulary-parallel cross entropy of Megatron-LM (Shoeybi et al.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def _finish(
     """Loss (rows or their sum), lse and the number (weight) of rows that count, from all ranks' statistics."""
     lse, picked = log_sum_exp(stats[:, 0], stats[:, 1]), stats[:, 2].sum(0)
     counts = target != ignore_index
-    scale = torch.ones_like(lse) if weight is None else weight[torch.where(counts, target, 0)]
+    scale = torch.ones_like(lse) if weight is None else weight.take(torch.where(counts, target, 0))
     loss = scale * (lse - picked)
     if smoothing:
         mass = classes if weight is None else weight.sum()
@@ -86,7 +85,7 @@ def _gradient(
     c = class_dim(x.ndim)
     counts = target != ignore_index
     grad = torch.where(counts, grad, torch.zeros_like(lse))
-    scale = grad if weight is None else grad * weight[torch.where(counts, target, 0)]
+    scale = grad if weight is None else grad * weight.take(torch.where(counts, target, 0))
     hot = (1 - smoothing) * scale
     cold = smoothing / classes * grad
     mass = classes if weight is None else weight.sum()
@@ -174,8 +173,8 @@ def _forward_rule(call: Call) -> Rule:
     c, sizes, dims = _dims(call)
     rows = dims["target"]
     outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, ())
-    elements = 4 * math.prod(n for d, n in enumerate(sizes[:-1]) if d != c)
-    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 3, _run_forward, elements, 1)
+    # given no cost: whoever calls this operator wants the logits left where they are, whatever that costs
+    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 3, _run_forward)
     whole = frozenset({c, len(sizes) - 1})
     return Rule(tuple(dims[n] for n in call.names), outputs, sizes, whole, kernels=(kernel,))
 

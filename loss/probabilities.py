@@ -12,8 +12,6 @@ Backward sends nothing:
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from dtensor.factors import Dims, Kernel, Rule, linear
@@ -102,8 +100,7 @@ def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
 def _forward_rule(call: Call) -> Rule:
     c, sizes, dims = _dims(call)
     rows = dims["lse"]
-    elements = 4 * math.prod(n for d, n in enumerate(sizes[:-1]) if d != c)
-    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 3, _run_forward, elements, 1)
+    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 3, _run_forward)  # no cost: as in loss.kernels
     outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows)
     return Rule(
         tuple(dims[n] for n in call.names), outputs, sizes, frozenset({c, len(sizes) - 1}), kernels=(kernel,)

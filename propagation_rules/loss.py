@@ -13,7 +13,8 @@ targets, class weights, uneven shards). Its kernel all-reduces numerator and den
 
     rank 0: targets 1 2 (both count)     rank 1: targets 3 -100     mean = (l0 + l1 + l2) / 3
 
-Sums are taken in float32 for lower precisions.
+The kernels are given no cost: they send one or two numbers a row, and what follows a sharded log_softmax
+wants it sharded alike. Sums are taken in float32 for lower precisions.
 """
 
 from __future__ import annotations
@@ -34,13 +35,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # ------------------------------------------------------------ log_softmax
-def _rows(sizes: tuple[int, ...], c: int) -> int:
-    n = 1
-    for d, size in enumerate(sizes):
-        n *= 1 if d == c else size
-    return n
-
-
 def log_softmax(call: Call) -> Rule:
     """Every dim a factor; the softmax dim whole, with a kernel."""
     shape = tuple(call.inputs[0].shape)
@@ -48,7 +42,7 @@ def log_softmax(call: Call) -> Rule:
     if not dims:
         return Rule((dims,), (dims,), ())
     c = call.dim()
-    kernel = Kernel("log_softmax", frozenset({c}), ("shard",), _run_log_softmax, 2 * _rows(shape, c), 1)
+    kernel = Kernel("log_softmax", frozenset({c}), ("shard",), _run_log_softmax)
     return Rule((dims,), (dims,), shape, frozenset({c}), kernels=(kernel,))
 
 
@@ -93,7 +87,7 @@ def log_softmax_backward(call: Call) -> Rule:
     if not dims:
         return Rule((dims, dims), (dims,), (), linear=(linear(0),))
     c = call.dim()
-    kernel = Kernel("log_softmax backward", frozenset({c}), ("shard",), _run_log_softmax_backward, _rows(shape, c), 1)
+    kernel = Kernel("log_softmax backward", frozenset({c}), ("shard",), _run_log_softmax_backward)
     return Rule((dims, dims), (dims,), shape, frozenset({c}), linear=(linear(0),), kernels=(kernel,))
 
 
@@ -167,10 +161,11 @@ def _run_nll(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
         rows, counted = zero, zero
     else:
         picked = x.gather(c, slot.unsqueeze(c)).squeeze(c).to(acc)
-        scale = torch.ones_like(zero) if weight is None else weight.to(acc)[slot]
+        scale = torch.ones_like(zero) if weight is None else weight.to(acc).take(slot)
         rows, counted = torch.where(mine, -picked * scale, zero), torch.where(mine, scale, zero)
     if reduction == NONE:
-        return rows.to(out.dtype).view(out.local_shape), zero.new_zeros((), dtype=total_spec.dtype)
+        total = counted.sum() if x.ndim == 1 else zero.new_zeros(())  # torch counts a single row, but not many
+        return rows.to(out.dtype).view(out.local_shape), total.to(total_spec.dtype)
     sums = torch.stack([rows.sum(), counted.sum()])
     if reduction == MEAN:
         sums = ctx.all_reduce(sums, "sum")
@@ -196,7 +191,7 @@ def _run_nll_backward(ctx: KernelContext) -> torch.Tensor:
     grad = grad.view(mine.shape) if reduction == NONE else grad
     if reduction == MEAN:
         grad = grad / ctx.tensor("total_weight").to(acc)
-    scale = -grad if weight is None else -grad * weight.to(acc)[slot]
+    scale = -grad if weight is None else -grad * weight.to(acc).take(slot)
     rows = torch.where(mine, scale, torch.zeros((), dtype=acc, device=x.device))
     return out.scatter_(c, slot.unsqueeze(c), rows.unsqueeze(c).to(out.dtype))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as _c10d
 
 __all__ = ["Collective", "CommCounts", "classify", "key_of_kind"]
 
@@ -152,7 +153,7 @@ def _group_size(values: Iterable[object]) -> int:
             if isinstance(v, torch.ScriptObject):
                 return dist.ProcessGroup.unbox(v).size()
             if isinstance(v, str) and v not in ("sum", "avg", "min", "max", "product", "band", "bor", "bxor"):
-                return dist._resolve_process_group(v).size()  # type: ignore[attr-defined]
+                return int(_c10d._resolve_process_group(v).size())  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, KeyError, TypeError):
             continue
     return 1
