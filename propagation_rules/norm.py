@@ -1,0 +1,171 @@
+"""Layer and RMS normalisation: batch dims are free, the normalised dims have kernels.
+
+    native_layer_norm            b [n], [n], [n] -> b [n], b 1, b 1
+    its backward                 b [n], b [n], b 1, b 1, [n], [n] -> b [n], [n], [n]
+
+With a batch dim cut nothing is sent; the gradients of weight and bias lack `b` and stay pending sums. With a
+normalised dim cut, rows are spread over ranks: forward gathers count, mean and squared deviations of every row
+part (as `variance` does), backward all-reduces two sums a row, and the parameters' gradients are sharded like
+the dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dtensor.factors import Dims, Kernel, Rule, linear
+from dtensor.kernel import KernelContext
+from dtensor.registry import Call, register
+from propagation_rules.dtypes import accumulation_dtype
+from propagation_rules.gathered import rows
+from propagation_rules.variance import combined_moments
+
+__all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
+
+
+def _normalised(call: Call) -> tuple[int, ...]:
+    """Dims of the input that are normalised."""
+    n = call.inputs[_at(call, "input")].ndim
+    return tuple(range(n - len(call["normalized_shape"]), n))
+
+
+def _at(call: Call, name: str) -> int:
+    at = call.index(name)
+    assert at is not None
+    return at
+
+
+def _rule(call: Call, outputs: Sequence[str], name: str, run: object, sums: int) -> Rule:
+    """The rule of a norm whose outputs are "input", "row" or "parameter" shaped, with a kernel for the inner dims."""
+    x = call.inputs[_at(call, "input")]
+    inner = _normalised(call)
+    every: Dims = tuple((d,) for d in range(x.ndim))
+    dims: dict[str, Dims] = {
+        "input": every,
+        "row": tuple(() if d in inner else (d,) for d in range(x.ndim)),
+        "parameter": tuple((d,) for d in inner),
+    }
+    shaped = {
+        "input": "input", "grad_out": "input", "mean": "row", "rstd": "row", "weight": "parameter", "bias": "parameter",
+    }  # fmt: skip
+    how = tuple(
+        "replicate" if m is None or kind == "row" else "shard" for kind, m in zip(outputs, call.outputs, strict=True)
+    )
+    elements = sums * rows(x.shape, inner)
+    kernel = Kernel(name, frozenset(inner), how, run, elements, 1)  # type: ignore[arg-type]
+    return Rule(
+        tuple(dims[shaped[n]] for n in call.names),
+        tuple(() if m is None else dims[kind] for kind, m in zip(outputs, call.outputs, strict=True)),
+        tuple(x.shape),
+        frozenset(inner),
+        kernels=(kernel,),
+    )
+
+
+def _floats(ctx: KernelContext, *names: str) -> list[torch.Tensor | None]:
+    """Local tensors of these arguments in the dtype sums are taken in."""
+    found = (ctx.optional(n) for n in names)
+    return [None if t is None else t.to(accumulation_dtype(t.dtype)) for t in found]
+
+
+def _eps(ctx: KernelContext) -> float:
+    """The `eps` of this call (it is not in the cache key); that of the input's dtype where it is None."""
+    given = ctx.arguments["eps"]
+    return float(given) if isinstance(given, (int, float)) else torch.finfo(ctx.inputs[0].dtype).eps
+
+
+def _fit(ctx: KernelContext, *results: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Results in the dtypes and local shapes that the outputs promise; None where no output is asked for."""
+    return tuple(
+        None if spec is None or t is None else t.to(spec.dtype).reshape(spec.local_shape)
+        for t, spec in zip(results, ctx.out_specs, strict=True)
+    )
+
+
+# ------------------------------------------------------------ layer norm
+def layer_norm(call: Call) -> Rule:
+    """Output, mean and reciprocal deviation of every row."""
+    return _rule(call, ("input", "row", "row"), "layer_norm", _run_layer_norm, 3)
+
+
+def _run_layer_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
+    x, weight, bias = _floats(ctx, "input", "weight", "bias")
+    assert x is not None
+    count, mean, squares = combined_moments(ctx, x, _normalised(ctx.call))
+    rstd = (squares / count + _eps(ctx)).rsqrt()
+    y = (x - mean) * rstd
+    y = y if weight is None else y * weight
+    return _fit(ctx, y if bias is None else y + bias, mean, rstd)
+
+
+def layer_norm_backward(call: Call) -> Rule:
+    """Linear in the gradient; the parameters' gradients lack the batch dims."""
+    rule = _rule(call, ("input", "parameter", "parameter"), "layer_norm backward", _run_layer_norm_backward, 2)
+    return replace(rule, linear=(linear(_at(call, "grad_out")),))
+
+
+def _run_layer_norm_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
+    grad, x, mean, rstd, weight = _floats(ctx, "grad_out", "input", "mean", "rstd", "weight")
+    assert grad is not None and x is not None and mean is not None and rstd is not None
+    return _fit(ctx, *_norm_gradients(ctx, grad, (x - mean) * rstd, rstd, weight, centred=True))
+
+
+def _norm_gradients(
+    ctx: KernelContext, grad: torch.Tensor, scaled: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None,
+    centred: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Gradients of input, weight (and bias) of y = scaled * weight + bias, where scaled = (x - mean) * rstd.
+
+    With g = grad * weight: rstd * (g - mean(g) - scaled * mean(g * scaled)); without the second term where no mean
+    is taken off.
+    """
+    inner = _normalised(ctx.call)
+    n = 1
+    for size in ctx.call["normalized_shape"]:
+        n *= size
+    g = grad if weight is None else grad * weight
+    sums = [(g * scaled).sum(inner, keepdim=True), *([g.sum(inner, keepdim=True)] if centred else [])]
+    means = ctx.all_reduce(torch.stack(sums), "sum") / n
+    dx = g - scaled * means[0] - (means[1] if centred else 0.0)
+    outer = tuple(range(inner[0]))
+    parameters = [grad * scaled, *([grad] if centred else [])]
+    return (dx * rstd, *(t.sum(outer) if outer else t for t in parameters))
+
+
+# ------------------------------------------------------------ RMS norm
+def rms_norm(call: Call) -> Rule:
+    """Output and reciprocal root of the mean square of every row."""
+    return _rule(call, ("input", "row"), "rms_norm", _run_rms_norm, 1)
+
+
+def _run_rms_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
+    x, weight = _floats(ctx, "input", "weight")
+    assert x is not None
+    n = 1
+    for size in ctx.call["normalized_shape"]:
+        n *= size
+    squares = ctx.all_reduce(x.square().sum(_normalised(ctx.call), keepdim=True), "sum")
+    rstd = (squares / n + _eps(ctx)).rsqrt()
+    y = x * rstd
+    return _fit(ctx, y if weight is None else y * weight, rstd)
+
+
+def rms_norm_backward(call: Call) -> Rule:
+    """Linear in the gradient; the weight's gradient lacks the batch dims."""
+    rule = _rule(call, ("input", "parameter"), "rms_norm backward", _run_rms_norm_backward, 1)
+    return replace(rule, linear=(linear(_at(call, "grad_out")),))
+
+
+def _run_rms_norm_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
+    grad, x, rstd, weight = _floats(ctx, "grad_out", "input", "rstd", "weight")
+    assert grad is not None and x is not None and rstd is not None
+    return _fit(ctx, *_norm_gradients(ctx, grad, x * rstd, rstd, weight, centred=False))
+
+
+register("aten.native_layer_norm", layer_norm, values="eps")
+register("aten.native_layer_norm_backward", layer_norm_backward)
+register("aten._fused_rms_norm", rms_norm, values="eps")
+register("aten._fused_rms_norm_backward", rms_norm_backward)

@@ -1,0 +1,74 @@
+"""Scans: cumsum, cumprod, logcumsumexp along a dim.
+
+Along a sharded dim each rank scans its shard, sends the total of it, and continues from what the shards before
+it hold:
+
+    cumsum    rank 0: [1, 2] -> [1, 3], total 3     rank 1: [4, 5] -> [4, 9] + 3 = [7, 12]
+
+cumprod and logcumsumexp do the same with products and log-sum-exps. Positions of a kernel's axes hold ascending
+runs of the dim, nested shards included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dtensor.factors import Dims, Kernel, Linear, Rule
+from dtensor.kernel import KernelContext
+from dtensor.registry import Call, register
+from propagation_rules.dtypes import accumulation_dtype, cast_passes, is_exact
+from propagation_rules.gathered import gather_stacked, output_spec, rows
+
+Fold = tuple[
+    Callable[[torch.Tensor, int], torch.Tensor],
+    Callable[[torch.Tensor, int], torch.Tensor],
+    Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+]
+"""Scan along a dim; fold of a dim, kept; combination of two."""
+
+FOLDS: dict[str, Fold] = {
+    "cumsum": (torch.cumsum, lambda x, d: x.sum(d, keepdim=True), torch.add),
+    "cumprod": (torch.cumprod, lambda x, d: x.prod(d, keepdim=True), torch.mul),
+    "logcumsumexp": (torch.logcumsumexp, lambda x, d: x.logsumexp(d, keepdim=True), torch.logaddexp),
+}
+
+
+def scan(call: Call) -> Rule:
+    """The scanned dim is whole, with a kernel; cumsum is linear."""
+    x, out = call.inputs[0], call.outputs[0]
+    assert out is not None
+    dims: Dims = tuple((d,) for d in range(x.ndim))
+    name = _name(call)
+    passed = [op for op, _ in cast_passes(x.dtype, out.dtype)] if name == "cumsum" else []
+    sums = [op for op in ("sum", "avg") if op in passed or ("*" in passed and not (op == "avg" and is_exact(x.dtype)))]
+    groups = (Linear(frozenset({0}), tuple((op, op) for op in sums)),) if sums else ()
+    if not dims:
+        return Rule((dims,), (dims,), (), linear=groups)
+    d = call.dim()
+    kernels: tuple[Kernel, ...] = ()
+    if not (name == "logcumsumexp" and x.dtype.is_complex):
+        kernels = (Kernel(f"scan {name}", frozenset({d}), ("shard",), _run, rows(x.shape, (d,)), 1),)
+    return Rule((dims,), (dims,), tuple(x.shape), frozenset({d}), linear=groups, kernels=kernels)
+
+
+def _name(call: Call) -> str:
+    return str(call.op._schema.name).rpartition("::")[2].rstrip("_")
+
+
+def _run(ctx: KernelContext) -> torch.Tensor:
+    out = output_spec(ctx)
+    d = ctx.call.dim()
+    through, fold, combine = FOLDS[_name(ctx.call)]
+    x = ctx.inputs[0].to(out.dtype).to(accumulation_dtype(out.dtype))
+    totals = gather_stacked(ctx, fold(x, d))
+    mine = through(x, d)
+    mesh = ctx.in_specs[0].mesh
+    before = mesh.comm(ctx.axes[0] if len(ctx.axes) == 1 else ctx.axes).rank
+    if before:
+        mine = combine(mine, fold(totals[:before], 0).squeeze(0))
+    return mine.to(out.dtype)
+
+
+register("aten.cumsum aten.cumprod aten.logcumsumexp", scan)
