@@ -4,15 +4,8 @@ Positions count along the axis in mesh order, whatever the rank numbers are. The
 arguments, answers for axes of size 1 and for meta tensors without communicating, and leaves the rest to
 three implementations: `comm_c10d` (process groups), `comm_simulated` (ranks that are threads) and
 `comm_fake` (shapes only). Every call is at most one collective; results are new tensors, inputs are never
-written to, and shapes may be uneven, empty or 0-d. None of it is differentiable: autograd is a layer above.
-
-Meaning of the reductions, the same everywhere:
-
-    sum, product      in the tensor's dtype; of booleans: or, and
-    avg               sum / size; of integers truncated toward zero, of booleans: and
-    max, min          NaN wins, as in torch.maximum
-    band, bor, bxor   integers and booleans
-    norm<p>           (sum of x**p) ** (1/p), the norm of non-negative parts; norm0 is their sum
+written to, and shapes may be uneven, empty or 0-d. None of it is differentiable: autograd is a layer above. What the
+reductions mean is in `dtensor.reductions`.
 """
 
 from __future__ import annotations
@@ -25,9 +18,9 @@ from typing import Generic, Literal, TypeVar, overload
 
 import torch
 
-from dtensor.placement import REDUCE_OPS, Partial
+from dtensor.reductions import check_reduction
 
-__all__ = ["Communicator", "Observer", "Pending", "observers", "reduce_tensors"]
+__all__ = ["Communicator", "Observer", "Pending", "observers"]
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -38,8 +31,8 @@ class _Observers(threading.local):
     """A list of callables, one list a thread: `f(kind, ranks, received_elements, itemsize)`.
 
     Simulated and fake communicators call each of them once a collective; `kind` is all_reduce, all_gather,
-    reduce_scatter, all_to_all, broadcast, scatter (or, for a user's own calls on a simulated group, gather,
-    send or recv). Process groups do not call them: their collectives are seen by a TorchDispatchMode.
+    reduce_scatter, all_to_all, broadcast, scatter (or, for a user's own calls on a simulated group, reduce,
+    gather or recv). Process groups do not call them: their collectives are seen by a TorchDispatchMode.
     """
 
     def __init__(self) -> None:
@@ -111,66 +104,6 @@ class Pending(Generic[T]):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"this collective gives a {type(value).__name__} of tensors: use wait()")
         return value
-
-
-def _check_op(op: str) -> float | None:
-    """p of `norm<p>`, None for another known reduction. Raises ValueError for an unknown one."""
-    if op in REDUCE_OPS:
-        return None
-    return Partial(op).norm
-
-
-def check_reduction(op: str, dtype: torch.dtype) -> float | None:
-    """p of `norm<p>`, else None. Raises ValueError for an unknown `op`, TypeError where `dtype` has no such one."""
-    p = _check_op(op)
-    if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"reduction {op!r} is for integers and booleans, got {dtype}")
-    if op in ("max", "min") and dtype.is_complex:
-        raise TypeError(f"reduction {op!r} has no meaning for complex numbers, got {dtype}")
-    if p is not None and not dtype.is_floating_point:
-        raise TypeError(f"reduction {op!r} is for real floating point numbers, got {dtype}")
-    return p
-
-
-_PAIRWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
-    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
-}  # fmt: skip
-_BOOL = {"sum": "bor", "max": "bor", "avg": "band", "product": "band", "min": "band"}
-_NARROW = frozenset(
-    d for d in (getattr(torch, n, None) for n in dir(torch) if n.startswith("float8")) if isinstance(d, torch.dtype)
-)
-_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
-
-
-def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """What reducing `tensors` (equal shapes and dtypes, one a position) gives: a new tensor of that dtype.
-
-    The definition that every communicator follows; floating point sums are taken in position order.
-    Raises ValueError for an unknown `op`, TypeError for a dtype that has no such reduction.
-    """
-    first = tensors[0]
-    dtype = first.dtype
-    p = check_reduction(op, dtype)
-    if len(tensors) == 1:
-        return first.clone(memory_format=torch.contiguous_format)
-    if dtype in _NARROW:
-        return reduce_tensors([t.to(torch.float32) for t in tensors], op).to(dtype)
-    if dtype in _WIDER:
-        return reduce_tensors([t.to(_WIDER[dtype]) for t in tensors], op).to(dtype)
-    if p:
-        return reduce_tensors([t**p for t in tensors], "sum") ** (1 / p)
-    name = "sum" if p == 0 else _BOOL.get(op, op) if dtype == torch.bool else op
-    pairwise = _PAIRWISE[name]
-    total = pairwise(first, tensors[1]).contiguous()
-    for t in tensors[2:]:
-        total = pairwise(total, t, out=total)  # type: ignore[call-arg]
-    if name == "avg":
-        if dtype.is_floating_point or dtype.is_complex:
-            total /= len(tensors)
-        else:
-            total = torch.div(total, len(tensors), rounding_mode="trunc")
-    return total
 
 
 class Communicator(ABC):
@@ -277,9 +210,7 @@ class Communicator(ABC):
     @overload
     def broadcast(self, x: torch.Tensor, src: int = ..., *, async_op: Literal[False] = ...) -> torch.Tensor: ...
     @overload
-    def broadcast(
-        self, x: torch.Tensor, src: int = ..., *, async_op: bool
-    ) -> torch.Tensor | Pending[torch.Tensor]: ...
+    def broadcast(self, x: torch.Tensor, src: int = ..., *, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]: ...
 
     def broadcast(
         self, x: torch.Tensor, src: int = 0, *, async_op: bool = False
@@ -353,9 +284,7 @@ class Communicator(ABC):
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]: ...
 
     @abstractmethod
-    def _all_to_all(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]
-    ) -> Pending[list[torch.Tensor]]: ...
+    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]: ...
 
     @abstractmethod
     def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]: ...

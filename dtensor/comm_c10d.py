@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor.comm import Communicator, Pending, Shape, check_reduction, reduce_tensors
+from dtensor.comm import Communicator, Pending, Shape
+from dtensor.reductions import check_reduction, reduce_tensors
 
 __all__ = ["C10dCommunicator"]
 
@@ -197,9 +198,7 @@ class C10dCommunicator(Communicator):
 
         def finish() -> list[torch.Tensor]:
             got = _wait(raw)
-            return [
-                _unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)
-            ]
+            return [_unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)]
 
         return Pending(finish=finish)
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtensor.comm import Communicator, Pending, Shape, check_reduction, observers, received
+from dtensor.comm import Communicator, Pending, Shape, observers, received
+from dtensor.reductions import check_reduction
 from dtensor.world import World, fresh_identity
 
 __all__ = ["FakeCommunicator", "FakeWorld", "Traffic"]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor.comm import Communicator, Pending, Shape, check_reduction, observers, received, reduce_tensors
+from dtensor.comm import Communicator, Pending, Shape, observers, received
 from dtensor.rank_threads import CollectiveMismatch, RankThreads, Signature
+from dtensor.reductions import check_reduction, reduce_tensors
 from dtensor.world import World
 
 __all__ = ["SPECIFICATION", "SimulatedCommunicator", "SimulatedWorld"]

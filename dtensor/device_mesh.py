@@ -339,6 +339,11 @@ class DeviceMesh(MeshGroups):
         return _rebuild, (self._device_type, key, root._axes, root._names, self._axes, self._names, self._ready)
 
 
+def _current_mesh() -> DeviceMesh:
+    """`DeviceMesh.current()`."""
+    return DeviceMesh.current()
+
+
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],
@@ -409,9 +414,7 @@ def _convert(mesh: Any) -> DeviceMesh:
     else:
         flat = mesh._rank_map.numpy().astype(np.int64)
         ours = DeviceMesh(mesh.device_type, flat, _init_backend=False, _rank=getattr(mesh, "_rank", None))
-        ours._setup(
-            mesh.device_type, ours._map, ours._key, axes, mesh.mesh_dim_names, ours._world, ours._rank, None
-        )
+        ours._setup(mesh.device_type, ours._map, ours._key, axes, mesh.mesh_dim_names, ours._world, ours._rank, None)
     if getattr(mesh, "_dim_group_names", None):
         ours._ready = True
         shared = ours._get_root_mesh()._groups

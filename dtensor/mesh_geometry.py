@@ -59,7 +59,7 @@ class MeshGeometry:
         self._groups: dict[Axis, dist.ProcessGroup] = {}
         self._flattened: dict[str, Any] = {}
         self._slices: dict[tuple[str, ...], Any] = {}
-        self._comms: dict[int | tuple[int, ...], Communicator] = {}
+        self._comms: dict[Any, Communicator] = {}
         self._hash: int | None = None
         self.shape = tuple(axis_size(a) for a in axes)
         self.ndim = len(axes)
@@ -89,7 +89,7 @@ class MeshGeometry:
 
     @property
     def device_type(self) -> str:
-        """"cpu", "cuda"."""
+        """ "cpu", "cuda"."""
         return self._device_type
 
     @property

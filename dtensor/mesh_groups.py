@@ -114,23 +114,26 @@ class MeshGroups(MeshGeometry):
         """One process group for each axis, in order."""
         return [self.get_group(i) for i in range(self.ndim)]
 
-    def comm(self, axes: AxisRef | tuple[AxisRef, ...] = 0) -> Communicator:
+    def comm(self, axes: AxisRef | tuple[AxisRef, ...] | None = None) -> Communicator:
         """The communicator along one axis, or along several flattened into one, row-major in the order given.
 
-        The same object for the same axes. Raises RuntimeError on ranks outside the mesh and where the mesh
-        was made without groups, KeyError or IndexError for an axis that is not there.
+        Without `axes` that of the only axis. The same object for the same axes. Raises RuntimeError without `axes`
+        where there are several, on ranks outside the mesh and where the mesh was made without groups, KeyError or
+        IndexError for an axis that is not there, ValueError for one given twice.
         """
-        found = self._comms.get(axes)  # type: ignore[arg-type]
+        found = self._comms.get(axes)
         if found is None:
+            if axes is None and self.ndim != 1:
+                raise RuntimeError(f"{self!r} has {self.ndim} dimensions: comm(axes) needs to know which")
             if isinstance(axes, tuple) and len(axes) > 1:
                 places = tuple(self.axis_of(a) for a in axes)
                 if len(set(places)) != len(places):
                     raise ValueError(f"comm({axes}): an axis occurs twice")
                 found = self._make_comm(coalesce(pair for i in places for pair in self._axes[i]), None)
             else:
-                i = self.axis_of(axes[0] if isinstance(axes, tuple) else axes)
+                i = self.axis_of(axes[0] if isinstance(axes, tuple) else axes or 0)
                 found = self._make_comm(self._axes[i], i)
-            self._comms[axes] = found  # type: ignore[index]
+            self._comms[axes] = found
         return found
 
     def _make_comm(self, axis: Axis, index: int | None) -> Communicator:

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore
 from dtensor.comm_fake import FakeWorld, Traffic
 from dtensor.comm_simulated import SimulatedWorld
 from dtensor.rank_threads import CollectiveMismatch, RankThreads
-from dtensor.simulated_group import installed, join_torch, leave_torch
+from dtensor.simulated_c10d import installed, join_torch, leave_torch
 from dtensor.world import entered
 
 __all__ = ["CollectiveMismatch", "FakeWorld", "RankError", "Traffic", "fake_world", "simulate"]

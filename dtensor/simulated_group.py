@@ -1,33 +1,25 @@
-"""`torch.distributed` on simulated ranks.
+"""A process group of simulated ranks, in Python: its collectives are meetings of rank threads.
 
-A program's own calls (`dist.all_reduce(x, group=mesh.get_group("tp"))`, `dist.get_rank()`, object collectives,
-functional collectives, send and recv) work on simulated ranks. Two things make it so:
-
-    SimulatedProcessGroup   a process group in Python whose collectives are meetings of rank threads
-    installed()             while a run lasts, c10d's table of groups is one table a rank: `_RankGroups` on the
-                            threads of simulated ranks, torch's own on all others
-
-Group names are unique in the process, so that torch's C++ registry, which knows no ranks, tells them apart.
+What `torch.distributed` asks of a group is spelled as c10d calls it, several names for one thing where c10d's C++ and
+Python sides differ. Results are written into the caller's tensors, outside autograd; `async_op` changes nothing,
+except for receives, which are done when they are waited for.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, Work, _create_work_from_future  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 
-from dtensor.comm import check_reduction, observers, received, reduce_tensors
+from dtensor.comm import observers, received
 from dtensor.comm_simulated import SimulatedWorld, run_local
 from dtensor.rank_threads import Signature
-from dtensor.world import innermost
+from dtensor.reductions import check_reduction, reduce_tensors
 
-__all__ = ["SimulatedProcessGroup", "installed", "join_torch"]
+__all__ = ["SimulatedProcessGroup", "group_name_of"]
 
 _Group: Any = dist.ProcessGroup  # its declared signatures are overloads that a Python group does not see
 Combine = Callable[[list[Any]], Sequence[Any]]
@@ -136,13 +128,13 @@ class SimulatedProcessGroup(_Group):  # type: ignore[misc]
         if self._world.rank not in ranks:
             return None
         return SimulatedProcessGroup(
-            self._world, tuple(ranks), _name(self._world, str(group_name)), group_desc or "undefined"
+            self._world, tuple(ranks), group_name_of(self._world, str(group_name)), group_desc or "undefined"
         )
 
     # collectives
 
     def _meet(self, kind: str, signature: Signature, payload: Any, work: Combine, elements: int, itemsize: int) -> Any:
-        if len(observers):
+        if len(observers) and kind != "barrier":
             observers.report(kind, self._ranks, elements, itemsize)
         threads = self._world.threads
         return threads.meet(
@@ -188,9 +180,7 @@ class SimulatedProcessGroup(_Group):  # type: ignore[misc]
             copies = [x.contiguous().clone() for x in xs]
             return [copies for _ in xs]
 
-        return cast(
-            list[torch.Tensor], self._meet("all_gather", ("dtype", x.dtype), x, work, elements, x.itemsize)
-        )
+        return cast(list[torch.Tensor], self._meet("all_gather", ("dtype", x.dtype), x, work, elements, x.itemsize))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         inputs = _listed(input_tensors)
@@ -228,9 +218,7 @@ class SimulatedProcessGroup(_Group):  # type: ignore[misc]
         def work(lists: list[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
             return [reduce_tensors([parts[j] for parts in lists], op) for j in range(len(lists))]
 
-        return cast(
-            torch.Tensor, self._meet("reduce_scatter", signature, list(parts), work, elements, own.itemsize)
-        )
+        return cast(torch.Tensor, self._meet("reduce_scatter", signature, list(parts), work, elements, own.itemsize))
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
         outputs = _listed(output_tensors)
@@ -368,133 +356,6 @@ def _splits(x: torch.Tensor, splits: Any, size: int) -> list[int]:
     return list(splits) if splits is not None and len(splits) else [x.shape[0] // size] * size
 
 
-def _name(world: SimulatedWorld, name: str) -> str:
+def group_name_of(world: SimulatedWorld, name: str) -> str:
+    """`name` made unique in the process: torch's C++ registry of groups knows no ranks."""
     return f"simulated{cast(tuple[str, int], world.identity)[1]}.{world.rank}.{name}"
-
-
-class _RankGroups:
-    """What c10d keeps of process groups, for one simulated rank: the attributes of its `_World`."""
-
-    def __init__(self) -> None:
-        self.default_pg: dist.ProcessGroup | None = None
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, str] = {}
-        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
-        self.pg_backend_config: dict[Any, str] = {}
-        self.group_count = 0
-        self.tags_to_pg: dict[str, list[Any]] = {}
-        self.pg_to_tag: dict[Any, str] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
-        self.comms: list[Any] = []
-        self.by_ranks: dict[tuple[int, ...], SimulatedProcessGroup] = {}
-        self.registered: set[str] = set()
-
-    @property
-    def pg_config_info(self) -> list[dict[str, Any]]:
-        return [{"pg_name": name, "ranks": list(self.pg_group_ranks[pg])} for pg, name in self.pg_names.items()]
-
-
-class _PerThread:
-    """Stands where c10d's table of groups stands: a simulated rank's own on its thread, torch's on the others."""
-
-    def __init__(self, original: Any) -> None:
-        object.__setattr__(self, "_original", original)
-
-    def _target(self) -> Any:
-        world = innermost("simulated")
-        return object.__getattribute__(self, "_original") if world is None else cast(SimulatedWorld, world).c10d
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._target(), name, value)
-
-
-_lock = threading.Lock()
-_runs = 0
-_saved: tuple[Any, Any, Any] | None = None
-
-
-def _register(name: Any, group: Any) -> None:
-    """c10d's `_register_process_group`; on simulated ranks under the group's own, unique name."""
-    world = innermost("simulated")
-    assert _saved is not None
-    if world is None or not isinstance(group, SimulatedProcessGroup):
-        _saved[1](name, group)
-        return
-    registered = cast(SimulatedWorld, world).c10d.registered
-    if group.group_name not in registered:
-        registered.add(group.group_name)
-        _saved[1](group.group_name, group)
-
-
-def _unregister_all() -> None:
-    """c10d's `_unregister_all_process_groups`; on simulated ranks only the rank's own."""
-    world = innermost("simulated")
-    assert _saved is not None
-    if world is None:
-        _saved[2]()
-    else:
-        leave_torch(cast(SimulatedWorld, world))
-
-
-def _no_plugin(*args: object) -> None:
-    raise RuntimeError("the 'simulated' backend exists inside dtensor.simulate(n)(fn) only")
-
-
-@contextmanager
-def installed() -> Iterator[None]:
-    """Give every simulated rank its own view of `torch.distributed` inside the `with`; nests."""
-    global _runs, _saved
-    module: Any = c10d
-    with _lock:
-        _runs += 1
-        if _runs == 1:
-            if "simulated" not in dist.Backend.backend_list:
-                dist.Backend.register_backend("simulated", _no_plugin, devices=["cpu", "cuda"])
-            _saved = (module._world, module._register_process_group, module._unregister_all_process_groups)
-            module._world = _PerThread(module._world)
-            module._register_process_group = _register
-            module._unregister_all_process_groups = _unregister_all
-    try:
-        yield
-    finally:
-        with _lock:
-            _runs -= 1
-            if _runs == 0 and _saved is not None:
-                module._world, module._register_process_group, module._unregister_all_process_groups = _saved
-                _saved = None
-
-
-def join_torch(world: SimulatedWorld, store: Store) -> None:
-    """Make the default group of a simulated rank. Call it on the rank's thread, its world entered."""
-    world.c10d = _RankGroups()
-    everyone = tuple(range(world.size))
-
-    def make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        members = tuple(sorted(ranks))
-        groups = world.c10d.by_ranks
-        group = groups.get(members)
-        if group is None or group not in world.c10d.pg_map:
-            group = SimulatedProcessGroup(world, members, _name(world, f"mesh{len(groups)}"), "mesh")
-            _enter(world, group, store)
-            groups[members] = group
-        return cast(dist.ProcessGroup, group)
-
-    world.make_group = make
-    world.c10d.default_pg = make(everyone)
-
-
-def _enter(world: SimulatedWorld, group: SimulatedProcessGroup, store: Store) -> None:
-    c10d._register_pg_in_world(
-        group, "simulated", store, c10d.GroupName(group.group_name), str(c10d.BackendConfig(dist.Backend("simulated"))),
-        {r: i for i, r in enumerate(group._ranks)}, add_to_default_tag=True,
-    )  # fmt: skip
-
-
-def leave_torch(world: SimulatedWorld) -> None:
-    """Take the groups of a simulated rank out of torch's registry."""
-    for name in world.c10d.registered:
-        cast(Any, c10d)._unregister_process_group(name)
-    world.c10d.registered.clear()

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-__all__ = ["World", "WorldKind", "current_world", "entered", "fresh_identity"]
+__all__ = ["World", "WorldKind", "current_world", "entered", "fresh_identity", "has_world", "innermost"]
 
 WorldKind = Literal["c10d", "simulated", "fake"]
 

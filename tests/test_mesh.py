@@ -241,7 +241,9 @@ def test_all_submeshes() -> None:
 def test_equality() -> None:
     mesh = cube()
     assert mesh == cube() and hash(mesh) == hash(cube()) and len({mesh, cube()}) == 1
-    assert mesh != init_device_mesh("cpu", (2, 2, 2)) and mesh != init_device_mesh("cpu", (2, 2, 2), mesh_dim_names="xyz")
+    assert mesh != init_device_mesh("cpu", (2, 2, 2)) and mesh != init_device_mesh(
+        "cpu", (2, 2, 2), mesh_dim_names="xyz"
+    )
     assert mesh != init_device_mesh("meta", (2, 2, 2), mesh_dim_names=ABC) and mesh != "mesh"
     assert DeviceMesh("cpu", [1, 0]) != DeviceMesh("cpu", [0, 1]) != DeviceMesh("cpu", [0, 2])
     assert init_device_mesh("cpu", (2, 4)) != init_device_mesh("cpu", (4, 2))
@@ -321,6 +323,8 @@ def test_communicators() -> None:
     assert mesh["b", "c"].comm((0, 1)).ranks == (4, 5, 6, 7)
     with pytest.raises(ValueError, match="twice"):
         mesh.comm((0, 0))
+    with pytest.raises(RuntimeError, match="needs to know which"):
+        mesh.comm()
     with pytest.raises(IndexError):
         mesh.comm(3)
     with pytest.raises(KeyError):
@@ -529,12 +533,23 @@ def test_backends_of_devices() -> None:
     assert table.get([2, 0, 1, 3], "cpu") is default and table.get([0, 2], "cpu") is table.get([2, 0], "cpu")
     world = dist.distributed_c10d._world
     for backend, device, expected in [
-        ("gloo", "cuda", "nccl"), ("nccl", "cpu", "gloo"), ("gloo", "cpu", "gloo"), ("cpu:gloo,cuda:nccl", "cuda", None),
+        ("gloo", "cuda", "nccl"), ("nccl", "cpu", "gloo"), ("gloo", "cpu", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cuda", None),
     ]:  # fmt: skip
         saved = world.pg_map[default]
         world.pg_map[default] = (backend, saved[1])
         assert table._backend(default, device) == (expected or backend)
         world.pg_map[default] = saved
+
+
+def test_a_bound_default_group_is_not_split() -> None:
+    """Groups off the world's members only, also where the default group is bound to a device; it stays bound."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    default = dist.distributed_c10d._get_default_group()
+    default.bound_device_id = torch.device("cuda", 0)
+    group = init_device_mesh("cpu", (2, 2)).get_group(0)
+    assert group.bound_device_id is None and default.bound_device_id == torch.device("cuda", 0)
+    assert dist.get_process_group_ranks(group) == [0, 2]
 
 
 def test_imports_leave_torchs_dtensor_out() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor.simulate as simulate_module
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
@@ -244,6 +245,29 @@ def test_users_collectives_do_not_break_autograd() -> None:
         assert x.grad is not None and (x.grad == 2).all()
 
     simulate(2)(program)
+
+
+def test_modes_do_not_see_the_work_of_others() -> None:
+    """The last rank to arrive computes everybody's result; its dispatch modes must not tell it from the others."""
+
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    def program() -> list[str]:
+        comm = init_device_mesh("cpu", (4,)).comm()
+        x = torch.ones(3)
+        with Names() as mode:
+            y = comm.all_reduce(x * 2, "max")
+            comm.all_gather(y, [(3,)] * 4)
+        return mode.names
+
+    assert simulate(4)(program) == [["aten::mul"]] * 4
 
 
 class _Sum(torch.autograd.Function):

@@ -1,0 +1,71 @@
+"""What a reduction over positions means: the definition that every communicator follows.
+
+sum, product      in the tensor's dtype; of booleans: or, and
+avg               sum / size; of integers truncated toward zero, of booleans: and
+max, min          NaN wins, as in torch.maximum
+band, bor, bxor   integers and booleans
+norm<p>           (sum of x**p) ** (1/p), the norm of non-negative parts; norm0 is their sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dtensor.placement import REDUCE_OPS, Partial
+
+__all__ = ["check_reduction", "reduce_tensors"]
+
+
+def check_reduction(op: str, dtype: torch.dtype) -> float | None:
+    """p of `norm<p>`, else None. Raises ValueError for an unknown `op`, TypeError where `dtype` has no such one."""
+    p = None if op in REDUCE_OPS else Partial(op).norm
+    if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"reduction {op!r} is for integers and booleans, got {dtype}")
+    if op in ("max", "min") and dtype.is_complex:
+        raise TypeError(f"reduction {op!r} has no meaning for complex numbers, got {dtype}")
+    if p is not None and not dtype.is_floating_point:
+        raise TypeError(f"reduction {op!r} is for real floating point numbers, got {dtype}")
+    return p
+
+
+_PAIRWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
+    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+}  # fmt: skip
+_BOOL = {"sum": "bor", "max": "bor", "avg": "band", "product": "band", "min": "band"}
+_NARROW = frozenset(
+    d for d in (getattr(torch, n, None) for n in dir(torch) if n.startswith("float8")) if isinstance(d, torch.dtype)
+)
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """What reducing `tensors` (equal shapes and dtypes, one a position) gives: a new tensor of that dtype.
+
+    The definition that every communicator follows; floating point sums are taken in position order.
+    Raises ValueError for an unknown `op`, TypeError for a dtype that has no such reduction.
+    """
+    first = tensors[0]
+    dtype = first.dtype
+    p = check_reduction(op, dtype)
+    if len(tensors) == 1:
+        return first.clone(memory_format=torch.contiguous_format)
+    if dtype in _NARROW:
+        return reduce_tensors([t.to(torch.float32) for t in tensors], op).to(dtype)
+    if dtype in _WIDER:
+        return reduce_tensors([t.to(_WIDER[dtype]) for t in tensors], op).to(dtype)
+    if p:
+        return reduce_tensors([t**p for t in tensors], "sum") ** (1 / p)
+    name = "sum" if p == 0 else _BOOL.get(op, op) if dtype == torch.bool else op
+    pairwise = _PAIRWISE[name]
+    total = pairwise(first, tensors[1]).contiguous()
+    for t in tensors[2:]:
+        total = pairwise(total, t, out=total)  # type: ignore[call-arg]
+    if name == "avg":
+        if dtype.is_floating_point or dtype.is_complex:
+            total /= len(tensors)
+        else:
+            total = torch.div(total, len(tensors), rounding_mode="trunc")
+    return total
