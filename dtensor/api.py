@@ -97,5 +97,3 @@ def _scatter(local: torch.Tensor, here: Spec, there: Spec, axis: int, dim: int, 
     if comm.rank == src:
         parts = [local.narrow(dim, min(i * step, n), max(min(step, n - i * step), 0)).contiguous() for i in range(k)]
     return comm.scatter(parts, local.new_empty(there.local_shape), src)
-
-

@@ -223,7 +223,19 @@ def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
 class Plan:
     """A decision bound to this rank. `execute(local, kwargs, args)` runs it."""
 
-    __slots__ = ("call", "decision", "execute", "inplace", "kernel", "moves", "out", "overrides", "places", "run", "seed")
+    __slots__ = (
+        "call",
+        "decision",
+        "execute",
+        "inplace",
+        "kernel",
+        "moves",
+        "out",
+        "overrides",
+        "places",
+        "run",
+        "seed",
+    )
 
     def __init__(self, info: OpInfo, call: Call, decision: Decision, structure: str, arg_names: Sequence[str]) -> None:
         bound = decision.rule.bind(decision.inputs, decision.outputs) if decision.rule.bind else None
@@ -237,7 +249,7 @@ class Plan:
         )
         self.places = _places(call, arg_names)
         given = decision.rule.localize(decision.inputs, decision.outputs) if decision.rule.localize else {}
-        self.overrides = {n: v for n, v in given.items()}
+        self.overrides = dict(given)
         outs = decision.outputs
         self.out: Any = outs[0] if structure == "one" else outs
         self.inplace = bool(info.written)
@@ -311,7 +323,7 @@ class Plan:
         return KernelContext(self.call, d.kernel_axes, d.kernel_factors, inputs, d.inputs, d.outputs, arguments)
 
     def _general(self, structure: str) -> Callable[..., Any]:
-        new, outs = _new, self.decision.outputs
+        outs = self.decision.outputs
         view = _aliases(self.call.op)
         moved_view = view and bool(self.moves)
 
@@ -325,11 +337,8 @@ class Plan:
                 return got
             base = args[0] if moved_view else None
             if structure == "one":
-                return new(_DTensor, got, outs[0] if base is None else MovedSpec.of(outs[0], base), requires_grad=False)
-            made = [
-                None if s is None else new(_DTensor, g, s if base is None else MovedSpec.of(s, base), requires_grad=False)
-                for g, s in zip(got, outs, strict=True)
-            ]
+                return _wrap(got, outs[0], base)
+            made = [_wrap(g, s, base) for g, s in zip(got, outs, strict=True)]
             return made if structure == "list" else tuple(made)
 
         return execute
@@ -372,6 +381,13 @@ def _simple_inplace(run: Callable[..., Any]) -> Callable[..., Any]:
         return args[0]
 
     return execute
+
+
+def _wrap(local: Any, spec: Spec | None, base: Any) -> Any:
+    """A result as a DTensor; marked as a view of `base` that had to move data, when there is one."""
+    if spec is None:
+        return None
+    return _new(_DTensor, local, spec if base is None else MovedSpec.of(spec, base), requires_grad=False)
 
 
 def _aliases(op: Op) -> bool:

@@ -130,5 +130,3 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call, mesh: Any) -> Decisio
             )
         )  # fmt: skip
     return decision
-
-

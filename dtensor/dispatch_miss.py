@@ -40,7 +40,9 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
             yield a
 
 
-def _map(f: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _map(
+    f: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply `f` to every argument, and to the items of lists."""
     one = lambda a: [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)  # noqa: E731
     return tuple(one(a) for a in args), {k: one(v) for k, v in kwargs.items()}
@@ -348,7 +350,7 @@ def _cannot_keep(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         explain_error(
             info.name, layouts(args, kwargs),
             "an in-place op cannot change the layout of the tensor it writes, and none of its strategies keeps it",
-            f"x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first, or the out-of-place {functional}",
+            f"x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first, or use {functional}",
         )
     )  # fmt: skip
 

@@ -195,10 +195,7 @@ class Rule:
                     out.append(self._pending(group, op, passed))
         for kernel in self.kernels:
             out += [self._cut(f, kernel) for f in sorted(kernel.factors)]
-        out += [
-            Choice(f"row {i}", ins, outs)
-            for i, (outs, ins) in enumerate(self.rows)
-        ]
+        out += [Choice(f"row {i}", ins, outs) for i, (outs, ins) in enumerate(self.rows)]
         out.append(Choice("R", (R,) * len(self.inputs), (R,) * len(self.outputs)))
         return tuple(out)
 
@@ -349,7 +346,9 @@ def carried_splits(rule: Rule, specs: Sequence[Spec]) -> set[tuple[int, int]]:
         (rule.inputs[i][p.dim][0], p.split_factor)
         for i, spec in enumerate(specs)
         for p in spec.placements
-        if isinstance(p, StridedShard) and len(rule.inputs[i][p.dim]) == 1 and rule.inputs[i][p.dim][0] not in rule.whole
+        if isinstance(p, StridedShard)
+        and len(rule.inputs[i][p.dim]) == 1
+        and rule.inputs[i][p.dim][0] not in rule.whole
     }
 
 

@@ -14,7 +14,7 @@ Placements are interned, so equality is identity; they are immutable and their r
 from __future__ import annotations
 
 import re
-from typing import ClassVar, cast
+from typing import ClassVar
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "StridedShard", "_StridedShard", "as_placement"]
 
@@ -85,7 +85,7 @@ class Shard(Placement):
         return hash(self.dim)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(self) is type(other) and self.dim == cast(Shard, other).dim)
+        return self is other or (isinstance(other, Shard) and type(self) is type(other) and self.dim == other.dim)
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"

@@ -221,5 +221,3 @@ def _finish(
         op, tuple(c.label for c in prefix.choices), ins, outs, rule, kernel,
         tuple(a for a, _ in on), tuple(c.factor or 0 for _, c in on), cost,
     )  # fmt: skip
-
-

@@ -250,7 +250,7 @@ class pattern:  # noqa: N801 - used as a function
             [None if m is None else m.shape for m in call.outputs],
         )
         addends = frozenset(at for at in (position[i] for i in self.addends) if at is not None)
-        reduce = {f: self.reduce for f in names.values()} if self.reduce != "sum" else {}
+        reduce = dict.fromkeys(names.values(), self.reduce) if self.reduce != "sum" else {}
         nonempty = frozenset(names.values()) if self.nonempty else frozenset()
         rule = Rule(
             ins, outputs, sizes, whole, linear=present_groups(self.linear, call), addends=addends, reduce=reduce,

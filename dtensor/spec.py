@@ -157,7 +157,17 @@ class Spec:
         local_shape: this rank's shard ([0] for a rank outside the mesh).
     """
 
-    __slots__ = ("__weakref__", "_bound", "dtype", "local_shape", "mesh", "placements", "shape", "stride", "tensor_meta")
+    __slots__ = (
+        "__weakref__",
+        "_bound",
+        "dtype",
+        "local_shape",
+        "mesh",
+        "placements",
+        "shape",
+        "stride",
+        "tensor_meta",
+    )
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size

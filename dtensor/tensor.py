@@ -30,7 +30,7 @@ _native_new: Callable[..., Any] | None = getattr(torch.Tensor, "_dtensor__new__"
 
 def _python_new(cls: type, local: torch.Tensor, spec: Spec, *, requires_grad: bool) -> Any:
     meta = spec.tensor_meta
-    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: Any = torch.Tensor._make_wrapper_subclass(
         cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device, layout=local.layout,
         requires_grad=requires_grad,
     )  # fmt: skip
@@ -53,7 +53,7 @@ class DTensor(torch.Tensor):
     _spec: Spec
     __slots__ = ["_local_tensor", "_spec"]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool) -> DTensor:
         made: DTensor = new(cls, local_tensor, spec, requires_grad=False)
@@ -63,7 +63,9 @@ class DTensor(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
         return _run(func, args, kwargs)
 
     # ------------------------------------------------------------ what it is
@@ -192,9 +194,7 @@ class DTensor(torch.Tensor):
                     "a pending reduction cannot be asked for; use Replicate() or Shard(dim)"
                 )
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(
-                DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype)
-            )
+            return cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype))
         return _redistribute(self, placed, async_op, forward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -215,7 +215,7 @@ class DTensor(torch.Tensor):
         return self
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether autograd records operations on this tensor."""
         return _get_requires_grad(self)
 
@@ -226,7 +226,7 @@ class DTensor(torch.Tensor):
             _watch(self)
 
     @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    def data(self) -> DTensor:
         """The tensor without autograd history, sharing memory. Setting it takes over another DTensor's data."""
         return cast(DTensor, _get_data(self))
 
@@ -251,7 +251,7 @@ class DTensor(torch.Tensor):
         """Refused: a DTensor is no single buffer. Use `x.full_tensor().numpy()` or `x.to_local().numpy()`."""
         raise RuntimeError("numpy() of a DTensor: use x.full_tensor().numpy() or x.to_local().numpy()")
 
-    def view(self, *args: Any) -> DTensor:  # type: ignore[override]
+    def view(self, *args: Any) -> DTensor:
         """As `torch.Tensor.view`: shares memory. Raises LayoutError where the shards would have to move."""
         with _dispatch.strict_views():
             return cast(DTensor, _view(self, *args))
@@ -322,7 +322,7 @@ def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, state: dict[s
 
 
 def _waited(t: torch.Tensor) -> torch.Tensor:
-    return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t  # type: ignore[attr-defined,no-any-return]
+    return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t
 
 
 def _check_fresh(x: DTensor) -> None:
@@ -348,7 +348,9 @@ def _spec_of_local(
                         strides[d] *= k
         return Spec.make(mesh, placed, sizes, strides, local.dtype)
     if stride is None or len(shape) != local.ndim or len(stride) != local.ndim:
-        raise RuntimeError(f"from_local: shape {shape} and stride {stride} must have the local tensor's {local.ndim} dims")
+        raise RuntimeError(
+            f"from_local: shape {shape} and stride {stride} must have the local tensor's {local.ndim} dims"
+        )
     spec = Spec.make(mesh, placed, shape, stride, local.dtype)
     if mesh.coord is not None and spec.local_shape != local.shape:
         raise RuntimeError(
@@ -389,7 +391,7 @@ class _FromLocal(torch.autograd.Function):
         return cast(DTensor, new(DTensor, local.detach(), spec, requires_grad=False))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> Any:
         if grad._spec.placements != ctx.placements:
             grad = _internal(grad, ctx.placements)
         return grad.to_local(), None, None
@@ -404,12 +406,10 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         spec: Spec = ctx.spec
         stride = contiguous_stride(spec.shape) if grad.is_contiguous() else spec.stride
-        made = DTensor.from_local(
-            grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride
-        )
+        made = DTensor.from_local(grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride)
         return made, None
 
 
@@ -424,7 +424,7 @@ class _Redistribute(torch.autograd.Function):
         return _redistribute(x, placed, async_op, forward_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> Any:
         if ctx.wire is not None and ctx.wire is not grad.dtype:
             grad = cast(DTensor, grad.to(ctx.wire))
         if grad._spec.placements != ctx.placements:
@@ -460,5 +460,3 @@ def _watch(leaf: DTensor) -> None:
         return grad if target == got else _internal(grad, target)
 
     leaf.register_hook(hook)
-
-

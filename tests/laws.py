@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import dtensor
-from dtensor import DTensor, DeviceMesh, Partial, Placement, Replicate, Shard, init_device_mesh
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
 from dtensor import tensor as tensor_module
@@ -97,7 +97,9 @@ class Report:
         """Raise AssertionError unless everything was right (or refused where that is allowed)."""
         bad = self.wrong + ([] if self.may_refuse else [f"refused: {r}" for r in self.refused])
         if bad:
-            raise AssertionError(f"{self.name}: {len(bad)} of {self.right + len(bad)} cases:\n  " + "\n  ".join(bad[:12]))
+            raise AssertionError(
+                f"{self.name}: {len(bad)} of {self.right + len(bad)} cases:\n  " + "\n  ".join(bad[:12])
+            )
         if self.right == 0:
             raise AssertionError(f"{self.name}: no case ran")
 
@@ -117,7 +119,9 @@ def differs(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float) -> 
     if got.dtype != want.dtype:
         return f"dtype {got.dtype}, not {want.dtype}"
     if not (want.is_floating_point() or want.is_complex()):
-        return "" if torch.equal(got, want) else f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
+        return (
+            "" if torch.equal(got, want) else f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
+        )
     if torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True):
         return ""
     return f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
@@ -143,9 +147,9 @@ def _split(t: torch.Tensor, p: Partial, k: int, r: int, seed: int) -> torch.Tens
     g = torch.Generator().manual_seed(seed)
     exact = not (t.is_floating_point() or t.is_complex())
     noise = [
-        (torch.randint(-3, 4, t.shape, generator=g) if exact else torch.randint(-12, 13, t.shape, generator=g) / 4.0).to(
-            t.dtype
-        )
+        (
+            torch.randint(-3, 4, t.shape, generator=g) if exact else torch.randint(-12, 13, t.shape, generator=g) / 4.0
+        ).to(t.dtype)
         for _ in range(k)
     ]
     winner = (torch.arange(max(t.numel(), 1))[: t.numel()].reshape(t.shape) + seed) % k
@@ -256,9 +260,7 @@ def _one_layout(
     sample: Sample, mesh: DeviceMesh, case: Sequence[Sequence[Placement]],
     want: tuple[list[torch.Tensor], list[torch.Tensor | None]],
 ) -> tuple[str, str]:  # fmt: skip
-    ins = [
-        make(t, mesh, p, g) for t, p, g in zip(sample.tensors, case, _differentiable(sample), strict=True)
-    ]
+    ins = [make(t, mesh, p, g) for t, p, g in zip(sample.tensors, case, _differentiable(sample), strict=True)]
     try:
         used = [x * 1 if x.requires_grad else x.clone() for x in ins] if sample.inplace else ins
         outs = flat(sample.fn(*used)) + ([used[0]] if sample.inplace else [])
@@ -365,14 +367,18 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
         )
         wrapped, wrapped_kw = slow._map(lambda a: next(pieces) if isinstance(a, DTensor) else a, args, kwargs)  # noqa: B023
         local, named = slow._map(lambda a: a._local_tensor if isinstance(a, DTensor) else a, wrapped, wrapped_kw)
-        if info.written and any(s is not None and s.placements != decision.inputs[0].placements for s in decision.outputs):
+        if info.written and any(
+            s is not None and s.placements != decision.inputs[0].placements for s in decision.outputs
+        ):
             continue
         plan = hot.Plan(info, given, decision, structure, names)
         got = flat(plan.execute(list(local), named, wrapped))
         for g, ref, spec in zip(got, plain, [s for s in decision.outputs if s is not None], strict=True):
             settled = Spec.make(mesh, spec.placements, spec.shape, spec.stride, spec.dtype)
             if g._local_tensor.shape != settled.local_shape:
-                found["wrong"].append(f"{decision}: local shape {list(g._local_tensor.shape)}, not {list(settled.local_shape)}")
+                found["wrong"].append(
+                    f"{decision}: local shape {list(g._local_tensor.shape)}, not {list(settled.local_shape)}"
+                )
                 break
             whole = settled.with_placements((Replicate(),) * mesh.ndim)
             bad = differs(redistribute_local(g._local_tensor, settled, whole), ref, 1e-3, 1e-3)

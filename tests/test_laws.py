@@ -71,7 +71,8 @@ def test_parts_put_together_give_the_whole() -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         full = rand(5, 6)
         for placed in (
-            (Shard(0), Shard(0)), (Partial(), Shard(1)), (Partial("avg"), Partial("sum")), (Partial("max"), Replicate()),
+            (Shard(0), Shard(0)), (Partial(), Shard(1)), (Partial("avg"), Partial("sum")),
+            (Partial("max"), Replicate()),
             (StridedShard(1, split_factor=3), Shard(0)), (Partial("product"), Partial("product")),
         ):  # fmt: skip
             spec = Spec.make(mesh, placed, full.shape, full.stride(), full.dtype)

@@ -41,7 +41,14 @@ def test_intervals_are_what_chunking_gives(size: int) -> None:
 def test_one_object_per_value_and_text_round_trip() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        for text in ("f32[8@dp,16]{P:tp}", "bf16[8@dp+tp,3]", "i64[]", "f64[16@tp:4,2@dp]", "b8[0]{P(max):dp}", "f32[4]"):
+        for text in (
+            "f32[8@dp,16]{P:tp}",
+            "bf16[8@dp+tp,3]",
+            "i64[]",
+            "f64[16@tp:4,2@dp]",
+            "b8[0]{P(max):dp}",
+            "f32[4]",
+        ):
             spec = Spec.parse(text, mesh)
             assert str(spec) == text
             assert Spec.parse(str(spec), mesh) is spec

@@ -99,7 +99,9 @@ def test_factories_have_the_value_in_every_layout() -> None:
             assert torch.equal(
                 dtensor.full((5, 3), 7, device_mesh=mesh, placements=placed).full_tensor(), torch.full((5, 3), 7)
             )
-            assert torch.equal(dtensor.zeros((5, 3), device_mesh=mesh, placements=placed).full_tensor(), torch.zeros(5, 3))
+            assert torch.equal(
+                dtensor.zeros((5, 3), device_mesh=mesh, placements=placed).full_tensor(), torch.zeros(5, 3)
+            )
         assert dtensor.empty(5, 3, dtype=torch.int32, device_mesh=mesh, placements=[Shard(0), R]).dtype == torch.int32
         a = dtensor.randn(4, 4, device_mesh=mesh, placements=[Shard(-1), R], requires_grad=True)
         assert a.is_leaf and a.requires_grad and a.placements == (Shard(1), R)
