@@ -1,31 +1,45 @@
 """Random numbers of distributed tensors.
 
-Three promises: positions that replicate a tensor draw the same numbers, positions that shard it draw
-different ones, and the same seed gives the same numbers again. They are kept op by op. Every random op takes
-one number from the generator it was given (the default one of the device, usually), makes it common along
-the axes that replicate, mixes it with the shard's place in the tensor, and runs the local op on the
-generator seeded so. Afterwards the generator goes on where it was after that one number.
+Promises, op by op: positions that replicate a tensor draw the same numbers, positions that shard it draw different
+ones, and the same seed gives the same numbers again. Ranks need not be seeded alike: along replicating axes
+position 0's generator counts, which costs one small broadcast; where a program seeds all ranks alike,
+`equal_seeds()` saves it.
+
+Two ways to keep them:
+
+*Whole draws* (`draw_part`), on CPU, for ops that read no values (`uniform_`, `rand_like`, dropout's mask, ...) and
+tensors of up to `WHOLE_DRAW` elements. A rank draws the numbers of the whole tensor, as a program on one device
+would, and keeps its part. So with ranks seeded alike numbers do not depend on the layout: they are those of one
+device, for the tensor and for everything drawn after it.
+
+    seed 5, f32[4@x,2]       one device draws a b c d e f g h        rank 0 keeps a b c d, rank 1 keeps e f g h
+
+*Seeded draws* (`run_seeded`), for the rest. The op takes one number from the generator, makes it common along the
+axes that replicate, mixes it with the shard's place in the tensor, and runs on the generator seeded so. Then the
+generator goes on where it was after that one number.
 
     mesh (2, 2), placements (Replicate, Shard(0))      axis 0 ->   position 0      position 1
         seed of a rank = mix(number, shard)                        mix(n, 0)       mix(n, 0)      shard 0
                                                                    mix(n, 1)       mix(n, 1)      shard 1
 
-Ranks need not be seeded alike: along replicating axes the number of position 0 is broadcast (8 bytes). Where a
-program seeds all ranks alike, `equal_seeds()` saves that. Numbers depend on the layout, as torch's do.
+A pending tensor counts as replicated here: what is drawn for it must be the same on all positions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from dtensor.placement import Replicate, Shard, StridedShard
+from dtensor.placement import Shard, StridedShard
 from dtensor.spec import Spec
 
-__all__ = ["equal_seeds", "run_seeded"]
+__all__ = ["WHOLE_DRAW", "draw_part", "equal_seeds", "part_of", "run_seeded", "shard_number"]
+
+WHOLE_DRAW = 1 << 24
+"""Elements of the largest tensor that is drawn as a whole."""
 
 _flags = threading.local()
 
@@ -41,6 +55,78 @@ def equal_seeds(enabled: bool = True) -> Iterator[None]:
         _flags.equal = before
 
 
+def _agreeing_axes(spec: Spec) -> list[int]:
+    """Axes along which positions must draw the same and may be seeded differently."""
+    if getattr(_flags, "equal", False) or spec.mesh.coord is None:
+        return []
+    return [
+        axis for axis, p in enumerate(spec.placements)
+        if not isinstance(p, (Shard, StridedShard)) and spec.mesh.shape[axis] > 1
+    ]  # fmt: skip
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch's ops on `device` draw from when they are given none."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
+    raise NotImplementedError(f"random numbers on device type {device.type!r} are not supported; use cpu or cuda")
+
+
+# ------------------------------------------------------------ whole draws
+def draw_part(
+    draw: Callable[[Sequence[int]], torch.Tensor], spec: Spec, generator: torch.Generator | None, device: torch.device
+) -> torch.Tensor:
+    """This rank's part, laid out as `spec`, of what `draw(shape)` gives; `draw` reads no tensor's values.
+
+    The result is the drawn tensor itself, a view of it, or a new tensor.
+    """
+    if device.type == "meta":
+        return draw(spec.local_shape)
+    if device.type != "cpu" or spec.numel > WHOLE_DRAW or spec.mesh.coord is None:
+        got = run_seeded(lambda: draw(spec.local_shape), spec, generator, device)
+        assert isinstance(got, torch.Tensor)
+        return got
+    with _common_stream(spec, default_generator(device) if generator is None else generator):
+        whole = draw(spec.shape)
+    return part_of(whole, spec)
+
+
+@contextlib.contextmanager
+def _common_stream(spec: Spec, generator: torch.Generator) -> Iterator[None]:
+    """Inside, `generator` stands where position 0's does, on every axis that does not shard.
+
+    A rank whose generator stood elsewhere goes on from there, one number later.
+    """
+    axes = _agreeing_axes(spec)
+    own = common = generator.get_state() if axes else None
+    for axis in axes:
+        assert common is not None
+        common = spec.mesh.comm(axis).broadcast(common, 0)
+    if own is None or common is None or torch.equal(own, common):
+        yield
+        return
+    generator.set_state(common)
+    try:
+        yield
+    finally:
+        generator.set_state(own)
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a whole tensor: a view where every dim is one interval."""
+    coord = spec.mesh.coord
+    if coord is None or whole.shape == spec.local_shape:
+        return whole
+    for d, runs in enumerate(spec.intervals_of(coord)):
+        parts = [whole.narrow(d, start, length) for start, length in runs]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, d) if parts else whole.narrow(d, 0, 0)
+    return whole
+
+
+# ------------------------------------------------------------ seeded draws
 def _mix(number: int, shard: int) -> int:
     """A well-spread 63-bit seed (splitmix64)."""
     z = (number + 0x9E3779B97F4A7C15 * (shard + 1)) & 0xFFFFFFFFFFFFFFFF
@@ -58,26 +144,18 @@ def shard_number(spec: Spec) -> int:
     return number
 
 
-def run_seeded(run: Callable[[], object], spec: Spec, generator: torch.Generator | None, device: torch.device) -> object:
+def run_seeded(
+    run: Callable[[], object], spec: Spec, generator: torch.Generator | None, device: torch.device
+) -> object:
     """Run a local random op for a tensor laid out as `spec`, keeping the promises above."""
     if generator is None:
-        generator = _default_generator(device)
+        generator = default_generator(device)
     seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
-    if not getattr(_flags, "equal", False):
-        for axis, p in enumerate(spec.placements):
-            if isinstance(p, Replicate) and spec.mesh.shape[axis] > 1:
-                seed = spec.mesh.comm(axis).broadcast(seed.to(device), 0)
+    for axis in _agreeing_axes(spec):
+        seed = spec.mesh.comm(axis).broadcast(seed.to(device), 0)
     state = generator.get_state()
     generator.manual_seed(_mix(int(seed.item()), shard_number(spec)))
     try:
         return run()
     finally:
         generator.set_state(state)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
-    raise NotImplementedError(f"random numbers on device type {device.type!r} are not supported; use cpu or cuda")

@@ -41,7 +41,7 @@ def _note_table(spec: Spec) -> None:
 def _rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], replicated: list[int]) -> bool:
     """True when every known table of this shape is cut by rows on the axes `replicated`."""
     known = _tables.get(mesh, {}).get(shape, set())
-    return bool(known) and all(isinstance(p[a], Shard) and p[a].dim == 0 for p in known for a in replicated)
+    return bool(known) and all(p[a].is_shard(0) for p in known for a in replicated)
 
 
 def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +152,11 @@ def embedding_renorm(call: Call) -> Rule:
     v, d = n, n + 1
     kernel = Kernel("embedding renorm", frozenset({v, d}), ("shard",), _run_renorm, max(indices.numel, 1), 1)
     return Rule(
-        (((v,), (d,)), rows), (((v,), (d,)),), (*indices.shape, *table.shape), frozenset(range(n + 2)), kernels=(kernel,)
+        (((v,), (d,)), rows),
+        (((v,), (d,)),),
+        (*indices.shape, *table.shape),
+        frozenset(range(n + 2)),
+        kernels=(kernel,),
     )
 
 
@@ -162,7 +166,7 @@ def _run_renorm(ctx: KernelContext) -> torch.Tensor:
     limit, order = float(ctx.arguments["max_norm"]), float(ctx.arguments["norm_type"])  # type: ignore[arg-type]
     d = len(ctx.in_specs[1].shape) + 1
     across = tuple(a for a, f in zip(ctx.axes, ctx.factors, strict=True) if f == d)
-    named = indices.unique()
+    named = torch.unique(indices)
     slot, elsewhere = own_rows(named, ctx.intervals(0, 0))
     mine = slot[~elsewhere]
     picked = table.index_select(0, mine) if table.shape[0] else table

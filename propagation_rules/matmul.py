@@ -10,10 +10,12 @@ rule below, which needs no views, and `matmul` is taken apart there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dtensor.factors import Dims, Rule, parse_pattern
+from dtensor.factors import Dims, Linear, Rule, parse_pattern
 from dtensor.registry import Call, pattern, present_groups, register
+from propagation_rules.dtypes import is_exact
+from propagation_rules.pointwise import sound_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class plus:  # noqa: N801 - used as a function
         )
         return Rule(
             (addend, *ins), outs, sizes, whole, frozenset(names[n] for n in self.nonempty), addends=frozenset({0}),
-            linear=present_groups(self.linear, call),
+            linear=_sound(call, present_groups(self.linear, call)),
         )  # fmt: skip
 
     @property
@@ -59,48 +61,54 @@ def _size(sizes: tuple[int, ...], factors: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class exact:  # noqa: N801 - used as a function
-    """Builder of a product whose result has another dtype than its inputs: linear only where sums are not rounded.
+class product:  # noqa: N801 - used as a function
+    """Builder of a product by pattern, linear where the dtypes allow.
 
-    A pending sum of 8-bit integers wraps around where the sum of the 32-bit results does not.
+    Averages of integers are rounded, and a pending sum of 8-bit integers wraps around where the sum of 32-bit
+    results does not.
     """
 
-    product: pattern
+    text: str
+    linear: str = "0|1"
+    addends: tuple[int, ...] = ()
 
     def __call__(self, call: Call) -> Rule:
-        rule = self.product(call)
-        wraps = any(not (s.dtype.is_floating_point or s.dtype.is_complex) for s in call.inputs)
-        out = call.outputs[0]
-        if wraps and out is not None and out.dtype != call.inputs[0].dtype:
-            return Rule(rule.inputs, rule.outputs, rule.sizes, rule.whole)
-        return rule
+        rule = pattern(self.text, linear=self.linear, addends=self.addends)(call)
+        return replace(rule, linear=_sound(call, rule.linear))
 
     @property
     def text_form(self) -> str:
         """Printed form."""
-        return f"{self.product.text_form}, if not integers of other widths"
+        return pattern(self.text, linear=self.linear, addends=self.addends).text_form
+
+
+def _sound(call: Call, groups: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    out = call.outputs[0]
+    if out is not None and is_exact(out.dtype) and any(s.dtype != out.dtype for s in call.inputs):
+        return ()
+    return sound_groups(call, groups)
 
 
 def linear(call: Call) -> Rule:
     """`... k, n k, n -> ... n`; a weight of one dim gives `... k, k -> ...`."""
     if call["weight"].ndim == 1:
-        return pattern("... k, k, -> ...", addends=(2,), linear="0+2|1+2")(call)
-    return pattern("... k, n k, n -> ... n", addends=(2,), linear="0+2|1+2")(call)
+        return product("... k, k -> ...")(call)
+    return product("... k, n k, n -> ... n", "0+2|1+2", (2,))(call)
 
 
 register("aten._addmm_activation", plus("m [k], [k] n -> m n"), values="alpha beta")
-register("aten._int_mm", exact(pattern("m k, k n -> m n", linear="0|1")))
+register("aten._int_mm", product("m k, k n -> m n"))
 register("aten.addbmm", plus("b m k, b k n -> m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.addmm", plus("m k, k n -> m n", linear="0+1|0+2"), values="alpha beta")
 # Without rows torch gives an addend of one element back as it is.
 register("aten.addmv", plus("m k, k -> m", linear="0+1|0+2", nonempty=("m",)), values="alpha beta")
 register("aten.addr", plus("m, n -> m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.baddbmm", plus("b m k, b k n -> b m n", linear="0+1|0+2"), values="alpha beta")
-register("aten.bmm", exact(pattern("b m k, b k n -> b m n", linear="0|1")))
-register("aten.dot aten.vdot", pattern("k, k ->", linear="0|1"))
+register("aten.bmm", product("b m k, b k n -> b m n"))
+register("aten.dot aten.vdot", product("k, k ->"))
 register("aten.linear", linear)
-register("aten.mm", exact(pattern("m k, k n -> m n", linear="0|1")))
-register("aten.mv", pattern("m k, k -> m", linear="0|1"))
+register("aten.mm", product("m k, k n -> m n"))
+register("aten.mv", product("m k, k -> m"))
 
 
 def _scaled_mm(call: Call) -> Rule | None:
@@ -126,4 +134,3 @@ def _scaled_mm(call: Call) -> Rule | None:
 
 
 register("aten._scaled_mm", _scaled_mm)
-

@@ -21,13 +21,26 @@ SAMPLES = [
     Sample("addmm column", torch.addmm, (rand(5, 1), rand(5, 6), rand(6, 3)), pending=SUMS),
     Sample("addmm scalar", torch.addmm, (rand(1).view(()), rand(5, 6), rand(6, 3)), pending=SUMS),
     Sample(
-        "addmm alpha beta", lambda c, a, b: torch.addmm(c, a, b, alpha=2.0, beta=-0.5),
-        (rand(3), rand(5, 6), rand(6, 3)), pending=SUMS,
+        "addmm alpha beta",
+        lambda c, a, b: torch.addmm(c, a, b, alpha=2.0, beta=-0.5),
+        (rand(3), rand(5, 6), rand(6, 3)),
+        pending=SUMS,
     ),
-    Sample("addmm beta 0", lambda c, a, b: torch.addmm(c, a, b, beta=0), (rand(3) / 0, rand(5, 6), rand(6, 3)),
-           pending=(), grads=False),
-    Sample("addmm_", lambda c, a, b: c.addmm_(a, b), (rand(5, 3), rand(5, 6), rand(6, 3)), pending=SUMS,
-           inplace=True, may_refuse=True),
+    Sample(
+        "addmm beta 0",
+        lambda c, a, b: torch.addmm(c, a, b, beta=0),
+        (rand(3) / 0, rand(5, 6), rand(6, 3)),
+        pending=(),
+        grads=False,
+    ),
+    Sample(
+        "addmm_",
+        lambda c, a, b: c.addmm_(a, b),
+        (rand(5, 3), rand(5, 6), rand(6, 3)),
+        pending=SUMS,
+        inplace=True,
+        may_refuse=True,
+    ),
     Sample("bmm", torch.bmm, (rand(3, 4, 5), rand(3, 5, 2)), pending=SUMS),
     Sample("baddbmm", torch.baddbmm, (rand(3, 4, 2), rand(3, 4, 5), rand(3, 5, 2)), pending=SUMS),
     Sample("baddbmm broadcast", torch.baddbmm, (rand(4, 1), rand(3, 4, 5), rand(3, 5, 2)), pending=SUMS),
@@ -36,8 +49,12 @@ SAMPLES = [
     Sample("addmv scalar", torch.addmv, (rand(1), rand(4, 5), rand(5)), pending=SUMS),
     Sample("mv", torch.mv, (rand(4, 5), rand(5)), pending=SUMS),
     Sample("dot", torch.dot, (rand(7), rand(7, seed=1)), pending=SUMS),
-    Sample("vdot complex", torch.vdot, (rand(5, dtype=torch.complex64), rand(5, seed=1, dtype=torch.complex64)),
-           grads=False),
+    Sample(
+        "vdot complex",
+        torch.vdot,
+        (rand(5, dtype=torch.complex64), rand(5, seed=1, dtype=torch.complex64)),
+        grads=False,
+    ),
     Sample("addr", torch.addr, (rand(4, 3), rand(4), rand(3)), pending=SUMS),
     Sample("addr broadcast", torch.addr, (rand(1, 3), rand(4), rand(3)), pending=SUMS),
     Sample("outer", torch.outer, (rand(5), rand(3)), pending=SUMS),
@@ -45,7 +62,7 @@ SAMPLES = [
     Sample("matmul 3-D", torch.matmul, (rand(4, 2, 6), rand(6, 3)), pending=SUMS),
     Sample("matmul broadcast", torch.matmul, (rand(2, 1, 4, 6), rand(3, 6, 2)), pending=()),
     Sample("linear 3-D", F.linear, (rand(4, 2, 6), rand(3, 6), rand(3)), pending=()),
-]  # fmt: skip
+]
 
 INFERENCE = [
     Sample("linear 3-D whole", F.linear, (rand(5, 2, 6), rand(3, 6), rand(3)), grads=False, pending=SUMS),
