@@ -28,10 +28,10 @@ receives just what it wants and lacks. On a mesh (2, 4) of axes x, y:
 Where links differ in speed, or a launch costs less than the hops of a large group, several smaller
 collectives can be cheaper: then the orders in which axes can go to their target are searched.
 
-Reducing. A Partial axis is reduced early, since data that is not reduced is never smaller; it is sliced before
-that where this is local, and moved before it only where that takes fewer or shorter launches. An axis may be
-reduced to R, or scattered to its shard in `dst`, or, where another axis stands in the way, to any even shard,
-from which the final move gathers. Axes of one kind may be reduced in one collective.
+Reducing. A Partial axis is reduced before anything else moves, since data that is not reduced is never smaller;
+it is sliced before that where this is local. (A move first can save part of a launch; it would cost memory and
+bytes.) An axis may be reduced to R, or scattered to its shard in `dst`, or, where another axis stands in the
+way, to any even shard, from which the final move gathers. Axes of one kind may be reduced in one collective.
 
     [P, P]    -> [R, R]       all-reduce over x and y
     [P, P]    -> [S(0), R]    reduce-scatter over x, then all-reduce over y of the half

@@ -10,6 +10,7 @@ nothing is padded here: parts have the sizes they have.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
@@ -177,6 +178,11 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     return run
 
 
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     """My own part does not go through the collective."""
     comm = _comm(spec, step)
@@ -191,7 +197,7 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         parts = take(x)
-        mine, parts[me] = parts[me], x.new_empty(0)
+        mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
             pending = _pending(comm.all_to_all(parts, shapes, async_op=True))
             mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile

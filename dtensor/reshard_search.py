@@ -61,9 +61,8 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
 
     Input: the layouts. State: a layout; `pending` are its axes that still have to be reduced.
     Edges while something is pending: reduce some pending axes of one kind, in one all-reduce or one
-    reduce-scatter; slice; move the axes that are not pending to `dst`; gather the axes that keep a pending one
-    from its shard in `dst`. Then: move all to `dst`. Costs are positive and the layouts that edges lead to are
-    few, so the search ends.
+    reduce-scatter; slice. Then: move to `dst`. Each reducing edge leaves fewer pending axes and a slice fewer
+    replicated ones, so the search ends.
     Returns: cost and steps.
     """
     pending = _pending(space, src, dst)
@@ -154,12 +153,6 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
     if sliced != cur:
         yield sliced, space.step("slice", _changed(cur, sliced), cur, sliced)
     two = space.model.floor(2, 0)
-    moved = tuple(p if a in pending else dst[a] for a, p in enumerate(cur))
-    if slack >= two and space.cuts(moved) not in (space.cuts(cur), space.cuts(sliced)):
-        yield moved, one_shot(space, cur, moved)
-    opened = tuple(_REPLICATE if _blocks(dst, pending, a, p) else p for a, p in enumerate(cur))
-    if slack >= two and opened != cur:
-        yield opened, one_shot(space, cur, opened)
     for n in range(len(pending), 0, -1):
         if n < len(pending) and slack < two:
             return
@@ -175,11 +168,6 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
                 if part[0] <= whole[0] and space.extends(scattered, dst):
                     continue
             yield reduced, whole
-
-
-def _blocks(dst: Layout, pending: list[int], axis: int, p: Placement) -> bool:
-    """True where `axis` cuts a dim that a pending axis before it will cut in `dst`."""
-    return _dim(p) >= 0 and any(b < axis and _dim(dst[b]) == _dim(p) for b in pending)
 
 
 def _changed(cur: Layout, nxt: Layout) -> tuple[int, ...]:
