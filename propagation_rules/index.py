@@ -6,11 +6,13 @@
     index                 [n] [m] b, i, i -> i b          indices broadcast; together, they take the first one's place
     index_put             [n] b, i, i b -> [n] b          with accumulate i is summed, else it stays whole
 
-Reading moves elements, so the pending reductions of what is read pass. Indices are never pending.
+Reading moves elements, so the pending reductions of what is read pass. Indices are never pending. A dim that
+indices point into is written, `[n]`, whole for plain strategies; kernels cut it (`propagation_rules.index_kernels`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -19,15 +21,32 @@ import torch
 from dtensor.factors import Rule, linear, passes
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
+from propagation_rules.index_kernels import reading, writing
 from propagation_rules.labelled import every_dim, labelled, shares_value
 
 READS = (passes(0),)
-I = "i"  # noqa: E741 - the factor of the indices
+I, N = "i", "n"  # noqa: E741 - the factors of the indices and of the dim that they point into
 
 
 def _at(n: int, dim: int, label: Hashable) -> list[Hashable]:
     """Labels of `n` dims with `label` at `dim`."""
     return [label if d == dim else d for d in range(n)]
+
+
+def _pointed(call: Call, rule: Rule) -> list[int]:
+    """The whole factors of the first input: those that indices point into."""
+    return [f for dims in rule.inputs[0] for f in dims if f in rule.whole]
+
+
+def _reads(call: Call, rule: Rule) -> Rule:
+    out = call.outputs[0]
+    if out is None or out.dtype == torch.bool:
+        return rule
+    return replace(rule, kernels=reading(_pointed(call, rule), max(math.prod(out.shape), 1)))
+
+
+def _writes(call: Call, rule: Rule) -> Rule:
+    return replace(rule, kernels=writing(_pointed(call, rule)))
 
 
 # ------------------------------------------------------------ one dim, a 1-d index
@@ -39,19 +58,20 @@ def index_select(call: Call) -> Rule:
         return labelled(call, [[], i], [[]], whole=(I,), linear=READS)
     dim = call.dim()
     entry = I if index.ndim else None
-    return labelled(call, [_at(x.ndim, dim, None), i], [_at(x.ndim, dim, entry)], linear=READS)
+    return _reads(call, labelled(call, [_at(x.ndim, dim, N), i], [_at(x.ndim, dim, entry)], whole=(N,), linear=READS))
 
 
 def _index_write(call: Call, adds: bool) -> Rule:
     x, index, source = call.inputs
     dim, i = call.dim(), [I] * index.ndim
     from_source = _at(source.ndim, dim, I if index.ndim else None) if x.ndim else i[: source.ndim]
-    target = _at(x.ndim, dim, None) if x.ndim else []
+    target = _at(x.ndim, dim, N) if x.ndim else []
     group = linear(0, 2) if adds else passes(0, 2)
-    return labelled(
-        call, [target, i, from_source], [target], whole=() if adds and x.ndim else (I,), linear=(group,),
+    rule = labelled(
+        call, [target, i, from_source], [target], whole=(N,) if adds and x.ndim else (I, N), linear=(group,),
         addends=frozenset({0} if adds else ()),
     )  # fmt: skip
+    return _writes(call, rule)
 
 
 def index_add(call: Call) -> Rule:
@@ -72,10 +92,12 @@ def index_reduce(call: Call) -> Rule:
 def index_fill(call: Call) -> Rule:
     """A number, or a 0-d tensor, is written."""
     x, index = call.inputs[:2]
-    target = _at(x.ndim, call.dim(), None) if x.ndim else []
+    target = _at(x.ndim, call.dim(), N) if x.ndim else []
     if len(call.inputs) == 3:
-        return labelled(call, [target, [None] * index.ndim, []], [target], linear=(passes(0, 2),))
-    return shares_value(call, labelled(call, [target, [None] * index.ndim], [target]), "value")
+        rule = labelled(call, [target, [None] * index.ndim, []], [target], whole=(N,), linear=(passes(0, 2),))
+        return _writes(call, rule)
+    rule = labelled(call, [target, [None] * index.ndim], [target], whole=(N,))
+    return _writes(call, shares_value(call, rule, "value"))
 
 
 # ------------------------------------------------------------ one dim, an index of the same rank
@@ -86,7 +108,7 @@ def _aligned(call: Call, others: Sequence[Spec]) -> tuple[list[Hashable], list[H
         return None
     same = [all(s.shape[d] == x.shape[d] for s in others) for d in range(x.ndim)]
     dim = call.dim()
-    target: list[Hashable] = [d if d != dim and same[d] else None for d in range(x.ndim)]
+    target: list[Hashable] = [N if d == dim else d if same[d] else None for d in range(x.ndim)]
     return target, [I if d == dim else target[d] for d in range(x.ndim)]
 
 
@@ -95,7 +117,7 @@ def gather(call: Call) -> Rule | None:
     labels = _aligned(call, call.inputs[1:2])
     if labels is None:
         return None
-    return labelled(call, [labels[0], labels[1]], [labels[1]], linear=READS)
+    return _reads(call, labelled(call, [labels[0], labels[1]], [labels[1]], whole=(N,), linear=READS))
 
 
 def _scatter(call: Call, adds: bool) -> Rule | None:
@@ -107,9 +129,10 @@ def _scatter(call: Call, adds: bool) -> Rule | None:
     if x.ndim and len({s.shape[call.dim()] for s in call.inputs[1:]}) > 1:
         at = [None if label == I else label for label in at]
     rest = [at] * (len(call.inputs) - 1)
-    return labelled(
-        call, [target, *rest], [target], whole=() if adds else (I,), addends=frozenset({0} if adds else ()),
+    rule = labelled(
+        call, [target, *rest], [target], whole=(N,) if adds else (I, N), addends=frozenset({0} if adds else ()),
     )  # fmt: skip
+    return _writes(call, rule)
 
 
 def scatter_add(call: Call) -> Rule | None:
@@ -162,7 +185,7 @@ def _layout(
     """Labels of the indexed tensor, of each given index, and of what indexing gives."""
     given = [(d, s) for d, s in enumerate(indices) if s is not None]
     wide = _broadcast([s.shape for _, s in given])
-    x: list[Hashable] = [None if d < len(indices) and indices[d] is not None else d for d in range(len(shape))]
+    x: list[Hashable] = [(N, d) if d < len(indices) and indices[d] is not None else d for d in range(len(shape))]
     at = [
         [(I, len(wide) - s.ndim + j) if n == wide[len(wide) - s.ndim + j] else None for j, n in enumerate(s.shape)]
         for _, s in given
@@ -171,8 +194,8 @@ def _layout(
     dims = [d for d, _ in given]
     together = dims == list(range(dims[0], dims[0] + len(dims))) if dims else True
     first = dims[0] if dims and together else 0
-    before = [label for label in x[:first] if label is not None]
-    after = [label for label in x[first:] if label is not None]
+    before = [label for label in x[:first] if isinstance(label, int)]
+    after = [label for label in x[first:] if isinstance(label, int)]
     return x, [list(labels) for labels in at], [*before, *entries, *after]
 
 
@@ -193,7 +216,8 @@ def index(call: Call) -> Rule | None:
     if _masks(indices):
         return None
     x, at, result = _layout(call.inputs[0].shape, indices)
-    return labelled(call, [x, *at], [result], linear=READS)
+    into = [label for label in x if isinstance(label, tuple)]
+    return _reads(call, labelled(call, [x, *at], [result], whole=into, linear=READS))
 
 
 def index_put(call: Call) -> Rule | None:
@@ -209,12 +233,13 @@ def index_put(call: Call) -> Rule | None:
         result[first + j] if first + j >= 0 and n == sizes[result[first + j]] else None
         for j, n in enumerate(values.shape)
     ]
-    entries = [label for label in result if isinstance(label, tuple)]
+    kept = [label for t in (target, [] if adds else result) for label in t if isinstance(label, tuple)]
     last = len(call.inputs) - 1
-    return labelled(
-        call, [target, *at, from_values], [target], whole=() if adds else entries,
+    rule = labelled(
+        call, [target, *at, from_values], [target], whole=kept,
         linear=(linear(0, last) if adds else passes(0, last),), addends=frozenset({0} if adds else ()),
     )  # fmt: skip
+    return _writes(call, rule)
 
 
 def _sizes_of(call: Call, labels: Sequence[Sequence[Hashable]]) -> dict[Hashable, int]:
