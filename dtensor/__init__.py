@@ -7,6 +7,7 @@ The names are those of `torch.distributed.tensor` and `torch.distributed.device_
 
 from __future__ import annotations
 
+from dtensor import tensor as _tensor
 from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.factory import empty, full, ones, rand, randn, zeros
@@ -15,6 +16,8 @@ from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.simulate import simulate
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
+
+_tensor.register_with_torch()
 
 __all__ = [
     "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard", "_StridedShard",

@@ -253,7 +253,7 @@ class Plan:
         outs = decision.outputs
         self.out: Any = outs[0] if structure == "one" else outs
         self.inplace = bool(info.written)
-        self.seed = info.entry is not None and info.entry.random
+        self.seed = info.entry is not None and info.entry.random and bound is None
         outside = call.inputs[0].mesh.coord is None
         simple = not (self.moves or self.overrides or self.kernel or self.inplace or self.seed or outside)
         if outside:
@@ -364,12 +364,10 @@ def _simple_one(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any
 
 
 def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: type) -> Callable[..., Any]:
-    new, D = _new, _DTensor
-
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         got = run(*local, **named)
         return kind([
-            None if s is None else new(D, g, s, requires_grad=False) for g, s in zip(got, specs, strict=True)
+            _wrap(g, s, None) for g, s in zip(got, specs, strict=True)
         ])  # fmt: skip
 
     return execute
@@ -386,7 +384,7 @@ def _simple_inplace(run: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap(local: Any, spec: Spec | None, base: Any) -> Any:
     """A result as a DTensor; marked as a view of `base` that had to move data, when there is one."""
     if spec is None:
-        return None
+        return None if isinstance(local, torch.Tensor) else local
     return _new(_DTensor, local, spec if base is None else MovedSpec.of(spec, base), requires_grad=False)
 
 

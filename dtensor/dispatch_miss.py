@@ -24,6 +24,15 @@ from dtensor.spec import Spec, TensorMeta
 
 __all__ = ["make_call", "miss", "output_metas", "replicated_rule", "rule_of"]
 
+_WITH_ZEROS = frozenset(
+    f"aten.{op}.default"
+    for op in (
+        "cat stack index_put _index_put_impl_ select_scatter slice_scatter diagonal_scatter as_strided_scatter"
+    ).split()
+)
+_torch_implicit: Callable[[], bool] = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
+"""Set by torch's composites around plain tensors that they make themselves."""
+
 log = logging.getLogger("dtensor")
 _noticed: set[str] = set()
 
@@ -67,7 +76,7 @@ def layouts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with plain tensors among DTensors: one-element ones and, if asked, all count as replicated."""
     mesh = common_mesh(info, args, kwargs)
-    implicit = getattr(hot._flags, "implicit", False) or _autograd_zeros(info)
+    implicit = getattr(hot._flags, "implicit", False) or _autograd_zeros(info) or _torch_implicit()
     schema = info.func._schema.arguments
 
     def convert(a: Any) -> Any:
@@ -104,8 +113,8 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _autograd_zeros(info: OpInfo) -> bool:
-    """Inside a backward, autograd joins gradients with plain zeros where an output of split or unbind had none."""
-    return info.name in ("aten.cat.default", "aten.stack.default") and torch._C._current_graph_task_id() >= 0
+    """Inside a backward, autograd's own formulas put plain zeros beside gradients, e.g. for unused outputs of split."""
+    return info.name in _WITH_ZEROS and torch._C._current_graph_task_id() >= 0
 
 
 def common_mesh(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
@@ -196,7 +205,7 @@ def _check_view(info: OpInfo, call: Call, decision: Decision, args: Sequence[Any
 def check_locals(decision: Decision, result: Any) -> None:
     """The local results have the shapes and dtypes that the decision promises: an error of ours otherwise."""
     many = result if isinstance(result, (list, tuple)) else [result]
-    for t, spec in zip(many, decision.outputs, strict=False):
+    for t, spec in zip(many, decision.outputs, strict=False):  # fewer where the op gives nothing
         if spec is None or not _is(t):
             continue
         got = t._local_tensor
@@ -253,10 +262,11 @@ def output_metas(
         return "none", ()
     if isinstance(got, torch.Tensor):
         return "one", (_meta_of(got),)
-    if isinstance(got, (list, tuple)) and all(t is None or isinstance(t, torch.Tensor) for t in got):
+    if isinstance(got, (list, tuple)) and all(t is None or isinstance(t, (torch.Tensor, int)) for t in got):
         if not got:
             return "none", ()
-        return "list" if isinstance(got, list) else "tuple", tuple(None if t is None else _meta_of(t) for t in got)
+        metas = tuple(_meta_of(t) if isinstance(t, torch.Tensor) else None for t in got)
+        return "list" if isinstance(got, list) else "tuple", metas
     return None
 
 

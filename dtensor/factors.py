@@ -119,7 +119,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy of one mesh axis: `factor` is cut, with split factor `split` when that is not 0."""
+    """One strategy of one mesh axis: `factor` is cut, with split factor `split` when that is not 0.
+
+    `moves_only`: what is pending is only moved about, not computed with.
+    """
 
     label: str
     inputs: tuple[Want, ...]
@@ -127,6 +130,7 @@ class Choice:
     factor: int | None = None
     kernel: Kernel | None = None
     split: int = 0
+    moves_only: bool = False
 
 
 Localize = Callable[[Sequence[Spec], Sequence[Spec | None]], Mapping[str, object]]
@@ -217,7 +221,7 @@ class Rule:
             R if i in group.whole_outputs else Partial(passed) for i in range(len(self.outputs))
         )
         names = "+".join(map(str, sorted(group.inputs)))
-        return Choice(f"P({op}) {names}", ins, outs)
+        return Choice(f"P({op}) {names}", ins, outs, moves_only=group.ops[0][0] == ANY)
 
 
 def _has(dims: Dims, f: int) -> bool:

@@ -43,14 +43,12 @@ def _make(
     dt = dtype if dtype is not None else torch.get_default_dtype() if call != "full" else None
     probe = fill((0,), dt, "meta").dtype
     spec = Spec.make(mesh, whole, size, contiguous_stride(size), probe)
-    make = lambda: fill(spec.local_shape, dt, mesh.device_type)  # noqa: E731
     if random and mesh.coord is not None:
         device = torch.empty((), device=mesh.device_type).device
-        local = rng.run_seeded(make, spec, None, device)
+        local = rng.draw_part(lambda shape: fill(shape, dt, mesh.device_type), spec, None, device)
+        local = local if local.shape == spec.shape else local.clone()  # a part is a view of the whole draw
     else:
-        local = make()
-    if not isinstance(local, torch.Tensor):
-        raise TypeError(f"{call}: the factory gave {type(local).__name__}")
+        local = fill(spec.local_shape, dt, mesh.device_type)
     target = spec.with_placements(placed)
     return DTensor(redistribute_local(local, spec, target), target, requires_grad=requires_grad)
 

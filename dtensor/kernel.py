@@ -66,4 +66,6 @@ class KernelContext:
         """Global indices along dim `dim` of input `i` that this rank holds: int64, ascending."""
         runs = self.intervals(i, dim)
         parts = [torch.arange(s, s + n, device=device) for s, n in runs]
+        if not parts:
+            return torch.empty(0, dtype=torch.int64, device=device)
         return torch.cat(parts) if len(parts) != 1 else parts[0]

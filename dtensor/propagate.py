@@ -20,6 +20,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.device_mesh import DeviceMesh
 from dtensor.factors import Choice, Kernel, Rule, State, Want, carried_splits, refine
@@ -65,6 +67,8 @@ class _Prefix:
     state: State
 
 
+_AVG = Partial("avg")
+
 Keep = Mapping[int, int]
 """Input that is written -> output that is the same tensor (-1: none); both must keep the input's layout."""
 
@@ -99,7 +103,7 @@ def _search(
     rule = refine(rule, inputs)
     if pending is None:
         pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
-    choices = rule.choices(pending, carried_splits(rule, inputs))
+    choices = [c for c in rule.choices(pending, carried_splits(rule, inputs)) if not _truncates(c, inputs)]
     model = current_cost_model()
     n_out = len(outputs)
     start = _Prefix((), ((),) * len(inputs), ((),) * n_out, State.start(rule))
@@ -121,6 +125,17 @@ def _search(
                 continue
             extra, moves = _step_cost(model, inputs, sizes, grown, axis, mesh, choice)
             heapq.heappush(queue, (cost + extra, moved + moves, -(axis + 1), next(order), grown))
+
+
+def _truncates(choice: Choice, inputs: Sequence[Spec]) -> bool:
+    """True for a pending average of integers, which is rounded: only ops that move elements may pass it."""
+    if choice.factor is not None or choice.moves_only:
+        return False
+    return any(w is _AVG and not _rounds(s.dtype) for w, s in zip(choice.inputs, inputs, strict=True))
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | None:

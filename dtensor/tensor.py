@@ -21,7 +21,7 @@ from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.errors import LayoutError
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec, contiguous_stride, normalize_placements
+from dtensor.spec import Spec, normalize_placements
 
 __all__ = ["DTensor"]
 
@@ -322,7 +322,7 @@ def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, state: dict[s
 
 
 def _waited(t: torch.Tensor) -> torch.Tensor:
-    return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t
+    return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t  # type: ignore[attr-defined]
 
 
 def _check_fresh(x: DTensor) -> None:
@@ -408,9 +408,30 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         spec: Spec = ctx.spec
-        stride = contiguous_stride(spec.shape) if grad.is_contiguous() else spec.stride
+        if not _dense(grad):
+            grad = grad.contiguous()
+        stride = _stride_like(grad, spec.shape)
         made = DTensor.from_local(grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride)
         return made, None
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """True when the elements fill one block of memory, in some order of the dims."""
+    step = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != step:
+            return t.numel() == 0
+        step *= size
+    return True
+
+
+def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense global tensor whose dims lie in memory in the order of `local`'s."""
+    stride, step = [0] * local.ndim, 1
+    for d in sorted(range(local.ndim), key=lambda d: (local.stride(d), -d)):
+        stride[d] = step
+        step *= max(shape[d], 1)
+    return tuple(stride)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -460,3 +481,18 @@ def _watch(leaf: DTensor) -> None:
         return grad if target == got else _internal(grad, target)
 
     leaf.register_hook(hook)
+
+
+def register_with_torch() -> None:
+    """Tell torch's optimizers that list ops work on DTensors, and `torch.load(weights_only=True)` to make them."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    from dtensor import device_mesh, placement, spec
+
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if DTensor not in types:
+            types.append(DTensor)
+    torch.serialization.add_safe_globals(
+        [_rebuild, device_mesh._rebuild, spec._make_spec, Shard, Replicate, Partial, placement._strided]
+    )
