@@ -7,6 +7,8 @@ The names are those of `torch.distributed.tensor` and `torch.distributed.device_
 
 from __future__ import annotations
 
+import importlib
+
 from dtensor import tensor as _tensor
 from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
@@ -19,8 +21,16 @@ from dtensor.tensor import DTensor
 
 _tensor.register_with_torch()
 
+
+def __getattr__(name: str) -> object:
+    """`dtensor.debug` and `dtensor.experimental` load when first asked for."""
+    if name in ("experimental"):
+        return importlib.import_module(f"dtensor.{name}")
+    raise AttributeError(f"module 'dtensor' has no attribute {name!r}")
+
+
 __all__ = [
     "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard", "_StridedShard",
-    "debug", "distribute_module", "distribute_tensor", "empty", "experimental", "full", "init_device_mesh", "ones",
+    "distribute_module", "distribute_tensor", "empty", "full", "init_device_mesh", "ones",
     "rand", "randn", "simulate", "zeros",
 ]  # fmt: skip

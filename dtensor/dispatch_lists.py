@@ -14,8 +14,8 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_miss import common_mesh, make_call, notice, output_metas, replicated_rule
-from dtensor.errors import LayoutError, explain_error
+from dtensor.dispatch_miss import make_call, notice, output_metas, replicated_rule
+from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
@@ -72,7 +72,6 @@ def miss_lists(
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """First call of a list op with this key."""
-    mesh = common_mesh(info, args, kwargs)
     metas = output_metas(info.func, args, kwargs)
     outs: tuple[TensorMeta | None, ...] = () if metas is None or info.written else metas[1]
     whole = make_call(info.func, args, kwargs, outs)
@@ -89,7 +88,7 @@ def miss_lists(
         what = (call.inputs, call.names, call.outputs)
         decision = decided.get(what)
         if decision is None:
-            decision = decided[what] = _decide(info, entry, call, mesh)
+            decision = decided[what] = _decide(info, entry, call)
         for name, src, dst in zip(call.names, call.inputs, decision.inputs, strict=True):
             if src is not dst:
                 if name not in lists:
@@ -113,9 +112,16 @@ def _element(whole: Call, lists: Sequence[str], i: int, outs: Sequence[TensorMet
     return Call(whole.op, arguments, inputs, names, (outs[i],) if outs else ())
 
 
-def _decide(info: OpInfo, entry: Entry | None, call: Call, mesh: Any) -> Decision:
+def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision:
+    mesh = call.inputs[0].mesh
+    for spec in call.inputs:
+        if spec.mesh != mesh:
+            raise MeshError(
+                f"{info.name}: an element mixes tensors of {mesh} and {spec.mesh}; all tensors of one element must "
+                "live on the same mesh"
+            )
     rule = entry.build(call) if entry is not None else None
-    if rule is None or rule.local is not None:
+    if rule is None or rule.local is not None or rule.bind is not None:
         notice(info, call)
         rule = replicated_rule(call)
     rule = replace(rule, kernels=())

@@ -25,9 +25,10 @@ from dtensor.spec import Spec, TensorMeta
 __all__ = ["make_call", "miss", "output_metas", "replicated_rule", "rule_of"]
 
 _WITH_ZEROS = frozenset(
-    f"aten.{op}.default"
+    f"aten.{op}" if "." in op else f"aten.{op}.default"
     for op in (
-        "cat stack index_put _index_put_impl_ select_scatter slice_scatter diagonal_scatter as_strided_scatter"
+        "cat stack index_put _index_put_impl_ select_scatter slice_scatter diagonal_scatter as_strided_scatter "
+        "where.self"
     ).split()
 )
 _torch_implicit: Callable[[], bool] = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
@@ -145,7 +146,8 @@ def miss(
     """First call with this key: checks, decision, plan; runs it and caches it."""
     if any(_is(a) and isinstance(a._spec, MovedSpec) for a in _flat(args, kwargs)):
         return _settle(info, args, kwargs)
-    common_mesh(info, args, kwargs)
+    if info.kind != "foreach":  # whose elements may each have a mesh of their own
+        common_mesh(info, args, kwargs)
     if info.kind == "out":
         return _out(info, args, kwargs)
     if torch.Tag.inplace_view in info.func.tags:
@@ -397,7 +399,8 @@ def _out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _inplace_view(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`squeeze_`, `t_` and the like: take over what the view gives, and set the wrapper's own metadata."""
     packet = info.func._schema.name.rpartition("::")[2].rstrip("_")
-    base = getattr(getattr(torch.ops.aten, packet, None), info.func._overloadname, None)
+    overload = "int" if packet == "transpose" else info.func._overloadname
+    base = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if base is None or packet in ("resize", "set", "as_strided", "detach"):
         raise NoRuleError(
             explain_error(
