@@ -89,11 +89,11 @@ def _cut(local: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
 
 
 def _scatter(local: torch.Tensor, here: Spec, there: Spec, axis: int, dim: int, src: int) -> torch.Tensor:
-    mesh = here.mesh
-    k, n = mesh.shape[axis], local.shape[dim]
+    """Every position of `axis` gets its chunk of position `src`'s tensor."""
+    k, n = here.mesh.shape[axis], local.shape[dim]
     step = -(-n // k)
-    comm = mesh.comm(axis)
-    parts = None
-    if comm.rank == src:
-        parts = [local.narrow(dim, min(i * step, n), max(min(step, n - i * step), 0)).contiguous() for i in range(k)]
-    return comm.scatter(parts, local.new_empty(there.local_shape), src)
+    cuts = [(min(i * step, n), max(min(step, n - i * step), 0)) for i in range(k)]
+    comm = here.mesh.comm(axis)
+    parts = [local.narrow(dim, *cut).contiguous() for cut in cuts] if comm.rank == src else None
+    shapes = [torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]]) for _, size in cuts]
+    return comm.scatter(parts, local.new_empty(there.local_shape), src, shapes=shapes)
