@@ -103,6 +103,19 @@ def async_agrees(mesh: DeviceMesh, src: Placement, dst: Placement, shape: tuple[
     )
 
 
+def test_unwaited_results_can_be_moved_on() -> None:
+    def body(mesh: DeviceMesh) -> bool:
+        full, spec = numbers((5, 7)), {}
+        for p in (S0, S1, R, P):
+            spec[p] = spec_of(mesh, (p,), full)
+        x = local_of(full, (P,), mesh.shape, mesh.coord or ())
+        for src, dst in ((P, S0), (S0, S1), (S1, R), (R, S0), (S0, R), (R, P), (P, R)):
+            x = redistribute_local(x, spec[src], spec[dst], async_op=True)
+        return torch.equal(x + 0, full)
+
+    assert all(on_ranks(4, body))
+
+
 def test_meta_tensors_do_not_communicate() -> None:
     def body(mesh: DeviceMesh) -> list[str]:
         full, bad = numbers((5, 7)), []
