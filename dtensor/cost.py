@@ -4,8 +4,8 @@ A collective over `k` positions costs
 
     latency + hops * hop + bytes received / bandwidth
 
-where a ring passes `k - 1` hops (an all-reduce twice as many). The numbers only have to order the
-alternatives rightly; they are global facts, the same on all ranks, so that all ranks decide alike.
+where a ring passes `k - 1` hops (an all-reduce twice as many) and an all-to-all takes a little more to launch.
+The numbers only have to order the alternatives rightly; they are global facts, the same on all ranks, so that all ranks decide alike.
 
     >>> CostModel().all_gather(8, 1 << 20) < CostModel().all_reduce(8, 8 << 20)
     True
@@ -36,6 +36,7 @@ class CostModel:
     Attributes:
         latency: seconds to launch one collective.
         hop: seconds each step of a ring adds.
+        pairwise: share of a launch that an all-to-all takes more: it sends more messages than a ring.
         bandwidth: bytes per second that a rank receives.
         copy_bandwidth: bytes per second of a local copy.
         axis_latency, axis_bandwidth: by mesh axis, where they differ.
@@ -43,6 +44,7 @@ class CostModel:
 
     latency: float = 6.6e-6
     hop: float = 0.6e-6
+    pairwise: float = 0.125
     bandwidth: float = 80e9
     copy_bandwidth: float = 800e9
     axis_latency: Mapping[int, float] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         speeds = [self.bandwidth, self.copy_bandwidth, *self.axis_bandwidth.values()]
-        delays = [self.latency, self.hop, *self.axis_latency.values()]
+        delays = [self.latency, self.hop, self.pairwise, *self.axis_latency.values()]
         if min(speeds) <= 0 or min(delays) < 0:
             raise ValueError(f"CostModel: bandwidths must be positive and latencies not negative, got {self!r}")
 
@@ -88,9 +90,8 @@ class CostModel:
         """Every position sends 1/size of its `local_bytes` to each of the others."""
         if size <= 1:
             return 0.0
-        pairwise = self.launch(axes) / 8  # more messages than a ring of the same size
         received = self.transfer(local_bytes * (size - 1) / size, axes)
-        return self.launch(axes) + pairwise + (size - 1) * self.hop + received
+        return self.launch(axes) * (1 + self.pairwise) + (size - 1) * self.hop + received
 
     def local_copy(self, nbytes: float) -> float:
         """Copying `nbytes` in this rank's memory."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtensor.cost import CostModel
-from dtensor.placement import Replicate, Shard, StridedShard
+from dtensor.placement import Shard, StridedShard
 from dtensor.reshard_step import Layout, Step
 
 __all__ = ["Path", "Space", "is_cut", "one_shot"]
@@ -21,7 +21,8 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 Path = tuple[float, tuple[Step, ...]]
 """Seconds, and the steps that take them."""
 
-_REPLICATE = Replicate()
+_EVEN = 1.05
+"""Shards of several axes are gathered up to this many times the bytes that are wanted."""
 
 
 def is_cut(p: object) -> bool:
@@ -131,8 +132,8 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
 
     Input: layouts with the same Partial axes. Returns: no steps where the layouts cut alike; a slice where
     `over` is empty; an all-gather (after a slice) where all ranks along `over` want all that they hold together,
-    unless shards are so uneven that this, which sends the largest size, costs more (on one axis: by a launch);
-    else an all-to-all with split sizes.
+    unless shards are so uneven that this, which sends the largest size, costs more (on one axis: by a launch) or
+    moves more (on several axes); else an all-to-all with split sizes.
     """
     over: set[int] = set()
     pure = True
@@ -155,7 +156,9 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
         mid = tuple(p if a in over else dst[a] for a, p in enumerate(src))
         cost, first = (0.0, ()) if space.cuts(mid) == cut_src else one_shot(space, src, mid)
         gather, second = space.step("all_gather", axes, mid if first else src, dst)
+        exchange, third = space.step("all_to_all", axes, src, dst)
         grace = space.model.floor(1, 0) if len(axes) == 1 else 0.0
-        if cost + gather <= space.step("all_to_all", axes, src, dst)[0] + grace:
-            return cost + gather, first + second
+        if cost + gather > exchange + grace or (len(axes) > 1 and second[0].nbytes > _EVEN * third[0].nbytes):
+            return exchange, third
+        return cost + gather, first + second
     return space.step("all_to_all", axes, src, dst)

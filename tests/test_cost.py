@@ -13,7 +13,7 @@ def test_sums() -> None:
     assert model.all_gather(4, 100) == 1.0 + 3 * 0.25 + 3.0
     assert model.reduce_scatter(4, 400) == 1.0 + 3 * 0.25 + 3.0
     assert model.all_reduce(4, 400) == 1.0 + 6 * 0.25 + 6.0
-    assert model.all_to_all(4, 400) == 1.0 + 3 * 0.25 + 3.0
+    assert model.all_to_all(4, 400) == 1.125 + 3 * 0.25 + 3.0
     assert model.local_copy(500) == 0.5
     assert model.floor(2, 100) == 3.0
 

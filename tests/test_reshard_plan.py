@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,11 +145,16 @@ def test_the_cost_model_chooses_between_bytes_and_launches() -> None:
 
 
 def test_costs_keep_the_triangle_inequality() -> None:
-    """Even shards: no detour is cheaper than the plan, so the planner misses no two-step path."""
+    """Even shards: no detour is cheaper than the plan, so the planner misses no two-step path.
+
+    Where an all-to-all takes more to launch than a ring, a gather and a slice of a tiny tensor would be cheaper;
+    the planner moves less instead.
+    """
     kinds = [R, S0, S1]
     for mesh_shape in ((4,), (2, 4)):
         layouts = [(a,) for a in kinds] if len(mesh_shape) == 1 else [(a, b) for a in kinds for b in kinds]
-        cost = {(a, b): plan(mesh_shape, a, b).cost for a in layouts for b in layouts}
+        with use_cost_model(CostModel(pairwise=0.0)):
+            cost = {(a, b): plan(mesh_shape, a, b).cost for a in layouts for b in layouts}
         for a in layouts:
             for b in layouts:
                 for c in layouts:
@@ -160,6 +166,7 @@ def test_no_reducing_order_is_cheaper() -> None:
     kinds = [R, S0, S1, P]
     layouts = [(a, b) for a in kinds for b in kinds]
     for model in (CostModel(), CostModel(latency=0.0, hop=0.0), CostModel(axis_bandwidth={0: 1e9})):
+        model = replace(model, pairwise=0.0)
         with use_cost_model(model):
             cost = {(a, b): plan((2, 4), a, b).cost for a in layouts for b in layouts}
         keeps = [(a, b) for a, b in cost if all(q is not P or p is P for p, q in zip(a, b))]
