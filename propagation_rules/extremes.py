@@ -17,7 +17,7 @@ import torch
 from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.gathered import as_bits, from_bits, gather_stacked, output_spec, rows
+from propagation_rules.gathered import as_bits, from_bits, gather_stacked, output_spec
 from propagation_rules.reduce import least, reduced_dims, reduced_rule
 
 BEYOND = torch.iinfo(torch.int64).max
@@ -27,8 +27,7 @@ def extreme(call: Call) -> Rule:
     """Reduced dims are whole; a kernel compares the shards' candidates."""
     gone = reduced_dims(call)
     n = len(call.outputs)
-    elements = 4 * rows(call.inputs[0].shape, gone)
-    kernel = Kernel("extreme", frozenset(gone), ("replicate",) * n, _run, elements, 1)
+    kernel = Kernel("extreme", frozenset(gone), ("replicate",) * n, _run)
     return replace(reduced_rule(call), whole=frozenset(gone), kernels=(kernel,))
 
 

@@ -4,7 +4,8 @@
     argmax                         [2, rows]: best value and its index           one all-gather
     variance                       [3, rows]: count, mean, squared deviations    one all-gather
 
-What is gathered is as large as the result times the number of positions, not as large as the input.
+What is gathered is as large as the result times the number of positions, not as large as the input. Kernels
+that send so little are given no cost, so that a sharded dim stays as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from dtensor.kernel import KernelContext
 from dtensor.spec import Spec
 
-__all__ = ["as_bits", "from_bits", "gather_stacked", "output_spec", "rows"]
+__all__ = ["as_bits", "from_bits", "gather_stacked", "output_spec"]
 
 
 def gather_stacked(ctx: KernelContext, x: torch.Tensor) -> torch.Tensor:
@@ -30,14 +31,6 @@ def output_spec(ctx: KernelContext, i: int = 0) -> Spec:
     spec = ctx.out_specs[i]
     assert spec is not None
     return spec
-
-
-def rows(shape: torch.Size, gone: tuple[int, ...]) -> int:
-    """Elements that are left of `shape` without the dims in `gone`."""
-    n = 1
-    for d, size in enumerate(shape):
-        n *= 1 if d in gone else size
-    return n
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ the dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,6 @@ from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.gathered import rows
 from propagation_rules.variance import combined_moments
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
@@ -38,7 +37,7 @@ def _at(call: Call, name: str) -> int:
     return at
 
 
-def _rule(call: Call, outputs: Sequence[str], name: str, run: object, sums: int) -> Rule:
+def _rule(call: Call, outputs: Sequence[str], name: str, run: Callable[[KernelContext], object]) -> Rule:
     """The rule of a norm whose outputs are "input", "row" or "parameter" shaped, with a kernel for the inner dims."""
     x = call.inputs[_at(call, "input")]
     inner = _normalised(call)
@@ -54,8 +53,7 @@ def _rule(call: Call, outputs: Sequence[str], name: str, run: object, sums: int)
     how = tuple(
         "replicate" if m is None or kind == "row" else "shard" for kind, m in zip(outputs, call.outputs, strict=True)
     )
-    elements = sums * rows(x.shape, inner)
-    kernel = Kernel(name, frozenset(inner), how, run, elements, 1)  # type: ignore[arg-type]
+    kernel = Kernel(name, frozenset(inner), how, run)
     return Rule(
         tuple(dims[shaped[n]] for n in call.names),
         tuple(() if m is None else dims[kind] for kind, m in zip(outputs, call.outputs, strict=True)),
@@ -88,7 +86,7 @@ def _fit(ctx: KernelContext, *results: torch.Tensor | None) -> tuple[torch.Tenso
 # ------------------------------------------------------------ layer norm
 def layer_norm(call: Call) -> Rule:
     """Output, mean and reciprocal deviation of every row."""
-    return _rule(call, ("input", "row", "row"), "layer_norm", _run_layer_norm, 3)
+    return _rule(call, ("input", "row", "row"), "layer_norm", _run_layer_norm)
 
 
 def _run_layer_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
@@ -103,7 +101,7 @@ def _run_layer_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
 
 def layer_norm_backward(call: Call) -> Rule:
     """Linear in the gradient; the parameters' gradients lack the batch dims."""
-    rule = _rule(call, ("input", "parameter", "parameter"), "layer_norm backward", _run_layer_norm_backward, 2)
+    rule = _rule(call, ("input", "parameter", "parameter"), "layer_norm backward", _run_layer_norm_backward)
     return replace(rule, linear=(linear(_at(call, "grad_out")),))
 
 
@@ -138,7 +136,7 @@ def _norm_gradients(
 # ------------------------------------------------------------ RMS norm
 def rms_norm(call: Call) -> Rule:
     """Output and reciprocal root of the mean square of every row."""
-    return _rule(call, ("input", "row"), "rms_norm", _run_rms_norm, 1)
+    return _rule(call, ("input", "row"), "rms_norm", _run_rms_norm)
 
 
 def _run_rms_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
@@ -155,7 +153,7 @@ def _run_rms_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
 
 def rms_norm_backward(call: Call) -> Rule:
     """Linear in the gradient; the weight's gradient lacks the batch dims."""
-    rule = _rule(call, ("input", "parameter"), "rms_norm backward", _run_rms_norm_backward, 1)
+    rule = _rule(call, ("input", "parameter"), "rms_norm backward", _run_rms_norm_backward)
     return replace(rule, linear=(linear(_at(call, "grad_out")),))
 
 

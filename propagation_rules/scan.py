@@ -19,7 +19,7 @@ from dtensor.factors import Dims, Kernel, Linear, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from propagation_rules.dtypes import accumulation_dtype, cast_passes, is_exact
-from propagation_rules.gathered import gather_stacked, output_spec, rows
+from propagation_rules.gathered import gather_stacked, output_spec
 
 Fold = tuple[
     Callable[[torch.Tensor, int], torch.Tensor],
@@ -49,7 +49,7 @@ def scan(call: Call) -> Rule:
     d = call.dim()
     kernels: tuple[Kernel, ...] = ()
     if not (name == "logcumsumexp" and x.dtype.is_complex):
-        kernels = (Kernel(f"scan {name}", frozenset({d}), ("shard",), _run, rows(x.shape, (d,)), 1),)
+        kernels = (Kernel(f"scan {name}", frozenset({d}), ("shard",), _run),)
     return Rule((dims,), (dims,), tuple(x.shape), frozenset({d}), linear=groups, kernels=kernels)
 
 

@@ -18,7 +18,7 @@ from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.gathered import gather_stacked, output_spec, rows
+from propagation_rules.gathered import gather_stacked, output_spec
 
 __all__ = ["softmax"]
 
@@ -37,8 +37,7 @@ def softmax(call: Call) -> Rule:
     rule, d = _free(call)
     if d < 0:
         return rule
-    elements = 2 * rows(call.inputs[0].shape, (d,))
-    return replace(rule, kernels=(Kernel("softmax", frozenset({d}), ("shard",), _run, elements, 1),))
+    return replace(rule, kernels=(Kernel("softmax", frozenset({d}), ("shard",), _run),))
 
 
 def _run(ctx: KernelContext) -> torch.Tensor:
@@ -71,8 +70,7 @@ def softmax_backward(call: Call) -> Rule:
     rule = replace(rule, linear=(linear(0),))
     if d < 0:
         return rule
-    elements = rows(call.inputs[0].shape, (d,))
-    kernel = Kernel("softmax backward", frozenset({d}), ("shard",), _run_backward, elements, 1)
+    kernel = Kernel("softmax backward", frozenset({d}), ("shard",), _run_backward)
     return replace(rule, kernels=(kernel,))
 
 

@@ -16,7 +16,7 @@ from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.gathered import gather_stacked, output_spec, rows
+from propagation_rules.gathered import gather_stacked, output_spec
 from propagation_rules.reduce import reduced_dims, reduced_rule
 
 __all__ = ["combined_moments"]
@@ -46,8 +46,7 @@ def variance(call: Call) -> Rule:
     if call.inputs[0].dtype.is_complex or not gone:
         return rule
     n = len(call.outputs)
-    elements = 3 * rows(call.inputs[0].shape, gone)
-    return replace(rule, kernels=(Kernel("moments", frozenset(gone), ("replicate",) * n, _run, elements, 1),))
+    return replace(rule, kernels=(Kernel("moments", frozenset(gone), ("replicate",) * n, _run),))
 
 
 def _run(ctx: KernelContext) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +66,7 @@ def logsumexp(call: Call) -> Rule:
     """Reduced dims are whole; a kernel takes the log-sum-exp of the shards' ones."""
     gone = reduced_dims(call)
     rule = replace(reduced_rule(call), whole=frozenset(gone))
-    kernel = Kernel("logsumexp", frozenset(gone), ("replicate",), _run_logsumexp, rows(call.inputs[0].shape, gone), 1)
+    kernel = Kernel("logsumexp", frozenset(gone), ("replicate",), _run_logsumexp)
     return replace(rule, kernels=(kernel,))
 
 
