@@ -10,7 +10,8 @@ gathered and reduced here:
     complex              sums as pairs of reals, products gathered
     bit operations       native on gloo, gathered on NCCL
 
-A process group sorts its ranks, a mesh need not: `_order[i]` is the group rank of position i.
+A group that was given (`DeviceMesh.from_group`) may count its ranks in another order than the mesh: `_order[i]` is
+the group rank of position i.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dtensor.mesh_arguments import as_names, as_ranks, choose_device, normalise_override
 from dtensor.mesh_geometry import AxisRef, BackendConfig
-from dtensor.mesh_groups import MeshGroups, unordered
+from dtensor.mesh_groups import MeshGroups, canonical
 from dtensor.mesh_layout import Axis, coalesce, overlap, row_major, split_axis
 from dtensor.world import World, current_world, has_world
 
@@ -419,7 +419,7 @@ def _convert(mesh: Any) -> DeviceMesh:
         ours._ready = True
         shared = ours._get_root_mesh()._groups
         for axis, group in zip(axes, mesh.get_all_groups()):
-            shared.setdefault(unordered(axis), group)
+            shared.setdefault(canonical(axis), group)
     return ours
 
 

@@ -28,7 +28,7 @@ _WITH_ZEROS = frozenset(
     f"aten.{op}" if "." in op else f"aten.{op}.default"
     for op in (
         "cat stack index_put _index_put_impl_ select_scatter slice_scatter diagonal_scatter as_strided_scatter "
-        "where.self"
+        "where.self put index_fill.int_Tensor"
     ).split()
 )
 _torch_implicit: Callable[[], bool] = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
@@ -258,7 +258,7 @@ def output_metas(
         return None
     except RuntimeError as e:
         unknown = type(e).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
-        if unknown or "on meta tensors" in str(e):
+        if unknown or "meta tensor" in str(e):
             return None
         raise
     if got is None:

@@ -77,10 +77,10 @@ class MeshGroups(MeshGeometry):
         return tuple(ranks)
 
     def _group_of(self, axis: Axis, index: int | None = None) -> dist.ProcessGroup:
-        """The process group of the ranks along `axis`, whatever their order; shared by all meshes of one root."""
+        """The process group of the ranks along `axis`, in their order; shared by all meshes of one root."""
         if not self._ready:
             raise RuntimeError("DeviceMesh process groups not initialized!")
-        key = unordered(axis)
+        key = canonical(axis)
         override = self._override(index)
         shared = self._groups if override != (None, None) else self._get_root_mesh()._groups
         group = self._groups.get(key) or shared.get(key)
@@ -94,7 +94,7 @@ class MeshGroups(MeshGeometry):
         return group
 
     def get_group(self, mesh_dim: AxisRef | None = None) -> dist.ProcessGroup:
-        """The process group of one axis, for calls to `torch.distributed`. Its ranks are in ascending order.
+        """The process group of one axis, for calls to `torch.distributed`. Its ranks are in mesh order.
 
         Raises RuntimeError without `mesh_dim` where there are several axes and on ranks outside the mesh,
         KeyError for an unknown name, IndexError for an index out of range.
@@ -148,12 +148,12 @@ class MeshGroups(MeshGeometry):
         self._ready = True
         if self._position is not None:
             for axis, group in zip(self._axes, groups):
-                self._groups[unordered(axis)] = group
+                self._groups[canonical(axis)] = group
 
 
-def unordered(axis: Axis) -> Axis:
-    """The same for all axes that go over the same positions in some order: process groups sort their ranks."""
-    return coalesce(sorted(axis, key=lambda pair: -pair[1]))
+def canonical(axis: Axis) -> Axis:
+    """The same for all axes that go over the same positions in the same order: groups count as meshes do."""
+    return coalesce(axis)
 
 
 def _mesh_world(world: World | None) -> MeshWorld:

@@ -15,7 +15,7 @@ __all__ = ["GroupTable", "group_table"]
 
 
 class GroupTable:
-    """The process groups of meshes, each made once for its set of ranks, by its members only.
+    """The process groups of meshes, each made once for its ranks in their order, by its members only.
 
     A group's name holds its ranks and how many groups of these ranks came before, so members agree on it whatever
     other groups they are in, and ranks outside need not take part. For the same reason groups are not split off a
@@ -31,10 +31,10 @@ class GroupTable:
     ) -> dist.ProcessGroup:
         """The group of `ranks`, which this rank is one of. With `options` always a new group."""
         default = c10d._get_default_group()
-        members = tuple(sorted(ranks))
+        members = tuple(ranks)
         backend = backend or self._backend(default, device_type)
         plain = backend == c10d._world.pg_map[default][0] and options is None
-        if plain and len(members) == default.size():
+        if plain and members == tuple(range(default.size())):
             return default
         key = (members, backend)
         known = self._made.get(key) if options is None else None

@@ -124,7 +124,7 @@ def join_torch(world: SimulatedWorld, store: Store) -> None:
     everyone = tuple(range(world.size))
 
     def make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        members = tuple(sorted(ranks))
+        members = tuple(ranks)
         groups = world.c10d.by_ranks
         group = groups.get(members)
         if group is None or group not in world.c10d.pg_map:

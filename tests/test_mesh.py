@@ -367,7 +367,9 @@ def with_groups(rank: int, world: int) -> None:
     flat = mesh._flatten()
     assert flat.get_group() is dist.group.WORLD and mesh.get_group("x_y") is dist.group.WORLD
     assert init_device_mesh("cpu", (4,)).get_group() is dist.group.WORLD
-    assert DeviceMesh("cpu", [3, 1, 0, 2]).get_group() is dist.group.WORLD
+    permuted = DeviceMesh("cpu", [3, 1, 0, 2])
+    assert ranks_of(permuted.get_group()) == [3, 1, 0, 2]
+    assert dist.get_rank(permuted.get_group()) == permuted.get_local_rank() == [3, 1, 0, 2].index(rank)
     x = torch.tensor([float(rank)])
     dist.all_reduce(x, group=mesh["y"].get_group())
     assert x.item() == sum(rows) == mesh.comm("y").all_reduce(torch.tensor([float(rank)])).item()
@@ -530,7 +532,8 @@ def test_backends_of_devices() -> None:
     table = GroupTable()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     default = dist.distributed_c10d._get_default_group()
-    assert table.get([2, 0, 1, 3], "cpu") is default and table.get([0, 2], "cpu") is table.get([2, 0], "cpu")
+    assert table.get([0, 1, 2, 3], "cpu") is default and table.get([0, 2], "cpu") is table.get([0, 2], "cpu")
+    assert table.get([2, 0, 1, 3], "cpu") is not default
     world = dist.distributed_c10d._world
     for backend, device, expected in [
         ("gloo", "cuda", "nccl"), ("nccl", "cpu", "gloo"), ("gloo", "cpu", "gloo"),
