@@ -5,7 +5,8 @@ A collective over `k` positions costs
     latency + hops * hop + bytes received / bandwidth
 
 where a ring passes `k - 1` hops (an all-reduce twice as many) and an all-to-all takes a little more to launch.
-The numbers only have to order the alternatives rightly; they are global facts, the same on all ranks, so that all ranks decide alike.
+The numbers only have to order the alternatives rightly; they are global facts, the same on all
+ranks, so that all ranks decide alike.
 
     >>> CostModel().all_gather(8, 1 << 20) < CostModel().all_reduce(8, 8 << 20)
     True
