@@ -100,8 +100,8 @@ register("aten._addmm_activation", plus("m [k], [k] n -> m n"), values="alpha be
 register("aten._int_mm", product("m k, k n -> m n"))
 register("aten.addbmm", plus("b m k, b k n -> m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.addmm", plus("m k, k n -> m n", linear="0+1|0+2"), values="alpha beta")
-# Without rows torch gives an addend of one element back as it is.
-register("aten.addmv", plus("m k, k -> m", linear="0+1|0+2", nonempty=("m",)), values="alpha beta")
+# Without rows or columns torch gives an addend of one element back as it is.
+register("aten.addmv", plus("m k, k -> m", linear="0+1|0+2", nonempty=("m", "k")), values="alpha beta")
 register("aten.addr", plus("m, n -> m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.baddbmm", plus("b m k, b k n -> b m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.bmm", product("b m k, b k n -> b m n"))

@@ -1,0 +1,197 @@
+"""Optimizers: fused steps, loss scaling, and gradients that are still pending when a step begins.
+
+For-loop and foreach forms are made of pointwise ops, which have rules; each would bring a pending gradient into
+its parameter's layout anew (AdamW reads a gradient three times). So before a step of any optimizer the pending
+gradients are settled: all of one layout in one collective, and `param.grad` is the settled one afterwards.
+
+    w1, w2: f32[8,8], f32[8] on ("tp",)        grads {P:tp}, {P:tp}       one all-reduce of 72 elements
+
+The fused ops take whole lists, so they have no rules but handlers: whatever a step writes must be laid out like
+the parameter, gradients are brought there, and the op runs once on the local tensors. Parameters of several
+meshes, and plain ones, may stand in one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dtensor.dispatch import special
+from dtensor.errors import LayoutError, explain_error
+from dtensor.placement import Partial, Placement, Replicate
+from dtensor.reshard_run import redistribute_local
+from dtensor.spec import Spec
+from dtensor.tensor import DTensor
+
+BUCKET = 1 << 24
+"""Elements that are settled in one collective, at most (a larger gradient by itself)."""
+
+Key = tuple[object, tuple[Placement, ...], torch.dtype]
+
+
+# ------------------------------------------------------------ settling pending gradients
+def settle_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Replace pending gradients of DTensors by their sums, replicated on those axes; other axes stay as they are."""
+    waiting: dict[Key, list[DTensor]] = {}
+    for p in parameters:
+        g = p.grad
+        if type(g) is DTensor and isinstance(p, DTensor) and g._spec.has_partial():
+            waiting.setdefault((g.device_mesh, g.placements, g.dtype), []).append(p)
+    with torch.no_grad():
+        for owners in waiting.values():
+            for bucket in _buckets(owners):
+                _settle(bucket)
+
+
+def _buckets(owners: Sequence[DTensor]) -> Iterator[list[DTensor]]:
+    """The parameters in order, in runs whose gradients have at most `BUCKET` local elements on any rank."""
+    bucket: list[DTensor] = []
+    total = 0
+    for p in owners:
+        assert isinstance(p.grad, DTensor)
+        n = p.grad._spec.local_numel_bound
+        if bucket and total + n > BUCKET:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(p)
+        total += n
+    if bucket:
+        yield bucket
+
+
+def _settle(owners: Sequence[DTensor]) -> None:
+    grads = [p.grad for p in owners]
+    specs = [g._spec for g in grads if isinstance(g, DTensor)]
+    mesh, placements = specs[0].mesh, specs[0].placements
+    target = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(specs) == 1 or ops != {"sum"} or mesh.coord is None:
+        for p, g in zip(owners, grads, strict=True):
+            assert isinstance(g, DTensor)
+            p.grad = g.redistribute(placements=target)
+        return
+    axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Partial) and mesh.shape[a] > 1)
+    locals_ = [g._local_tensor for g in grads if isinstance(g, DTensor)]
+    flat = torch.cat([t.reshape(-1) for t in locals_])
+    if axes:
+        flat = mesh.comm(axes if len(axes) > 1 else axes[0]).all_reduce(flat, "sum")
+    for p, t, spec, part in zip(owners, locals_, specs, torch.split(flat, [t.numel() for t in locals_]), strict=True):
+        # A part of its own storage and strides: the optimizer may keep or write it.
+        own = torch.empty_like(t).copy_(part.view(t.shape))
+        p.grad = DTensor(own, spec.with_placements(target), requires_grad=False)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        settle_gradients(group["params"])
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+# ------------------------------------------------------------ fused steps
+def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    found = {a.name: a.default_value for a in op._schema.arguments}
+    found.update(zip(found, args, strict=False))
+    return found | kwargs
+
+
+def _local(t: Any) -> Any:
+    """The local tensor of a number that is the same everywhere, such as a learning rate."""
+    if not isinstance(t, DTensor):
+        return t
+    return redistribute_local(t._local_tensor, t._spec, t._spec.with_placements((Replicate(),) * t.device_mesh.ndim))
+
+
+def _wrong_layout(op: str, name: str, t: object, param: Spec) -> LayoutError:
+    got = str(t._spec) if isinstance(t, DTensor) else "a plain tensor"
+    return LayoutError(
+        explain_error(
+            op, f"{name}: {got}; parameter: {param}", f"{name} must be a DTensor laid out like its parameter",
+            f"{name}.redistribute(placements={list(param.placements)})",
+        )
+    )  # fmt: skip
+
+
+def fused_step(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Run a `_fused_*_` op on the local tensors; all checks come before anything is moved or written."""
+    named = _named(op, args, kwargs)
+    lists = {a.name: list(named[a.name]) for a in op._schema.arguments if "[]" in str(a.type) or "List" in str(a.type)}
+    name = str(op)
+    plain = ("state_steps", "grads")
+    for key, values in lists.items():
+        for p, t in zip(lists["self"], values, strict=False):
+            if not isinstance(p, DTensor):
+                if isinstance(t, DTensor):
+                    raise LayoutError(f"{name}: {key} is a DTensor ({t._spec}), its parameter a plain tensor")
+            elif p._spec.has_partial():
+                raise LayoutError(f"{name}: the parameter {p._spec} is pending; an optimizer cannot step on it")
+            elif key not in plain and not (isinstance(t, DTensor) and t._spec.placements == p._spec.placements):
+                if not (key == "momentum_buffer_list" and named.get("is_first_step") and isinstance(t, DTensor)):
+                    raise _wrong_layout(name, key, t, p._spec)
+            elif key == "grads" and not (isinstance(t, DTensor) and t.device_mesh == p.device_mesh):
+                raise _wrong_layout(name, "grad", t, p._spec)
+    moved: list[DTensor] = []
+    local: dict[str, Any] = {k: _local(v) for k, v in named.items() if k not in lists}
+    for key, values in lists.items():
+        local[key] = out = [_local(t) if key == "state_steps" else t for t in values]
+        for i, (p, t) in enumerate(zip(lists["self"], values, strict=False)):
+            if not isinstance(t, DTensor) or key == "state_steps":
+                continue
+            out[i] = t._local_tensor
+            if t._spec.placements != p._spec.placements:
+                target = t._spec.with_placements(p._spec.placements)
+                if key == "grads":
+                    out[i] = redistribute_local(t._local_tensor, t._spec, target)
+                    moved.append(t)
+                else:  # a buffer that the first step fills
+                    out[i] = torch.empty_like(p._local_tensor)
+                    t._local_tensor, t._spec = out[i], target
+    op(**local)
+    scale = local.get("grad_scale")
+    if scale is not None:
+        for t in moved:
+            t._local_tensor.div_(scale)
+
+
+def _register_fused(name: str) -> None:
+    for overload in getattr(torch.ops.aten, name).overloads():
+        if "out" in overload:
+            continue
+        op = getattr(getattr(torch.ops.aten, name), overload)
+        special(f"aten.{name}.{overload}")(lambda args, kwargs, op=op: fused_step(op, args, kwargs))
+
+
+for _name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
+    _register_fused(_name)
+
+
+# ------------------------------------------------------------ loss scaling
+@special("aten._amp_foreach_non_finite_check_and_unscale_.default")
+def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Divide gradients by the scale and note whether any is not finite: on every rank of their meshes the same.
+
+    Pending gradients are settled first, in place: their sum may overflow where no part does.
+    """
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    named = _named(op, args, kwargs)
+    grads, found, scale = list(named["self"]), named["found_inf"], named["inv_scale"]
+    meshes = []
+    for g in grads:
+        if not isinstance(g, DTensor):
+            continue
+        spec = g._spec
+        if spec.has_partial():
+            target = spec.with_placements(tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements))
+            g._local_tensor, g._spec = redistribute_local(g._local_tensor, spec, target), target
+        if spec.mesh not in meshes:
+            meshes.append(spec.mesh)
+    local = found._local_tensor if isinstance(found, DTensor) else found
+    op([g._local_tensor if isinstance(g, DTensor) else g for g in grads], local, _local(scale))
+    for mesh in meshes:
+        axes = tuple(a for a, k in enumerate(mesh.shape) if k > 1)
+        if axes and mesh.coord is not None:
+            local.copy_(mesh.comm(axes if len(axes) > 1 else axes[0]).all_reduce(local, "max"))

@@ -1,0 +1,228 @@
+"""Training steps on DTensors beside one process: every form of the optimizers, clipping, scaling, checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from laws import make, rand
+from torch.utils.checkpoint import checkpoint
+
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
+from dtensor.comm import observers
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **kw: torch.optim.SGD(p, lr=0.1, **kw),
+    "sgd momentum": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, **kw),
+    "adam": lambda p, **kw: torch.optim.Adam(p, lr=0.01, **kw),
+    "adam amsgrad": lambda p, **kw: torch.optim.Adam(p, lr=0.01, amsgrad=True, maximize=True, weight_decay=0.1, **kw),
+    "adamw": lambda p, **kw: torch.optim.AdamW(p, lr=0.01, **kw),
+    "adamw tensor lr": lambda p, **kw: torch.optim.AdamW(p, lr=torch.tensor(0.01), **kw),
+    "adagrad": lambda p, **kw: torch.optim.Adagrad(p, lr=0.01, **kw),
+}
+CASES = [(o, f) for o in OPTIMIZERS for f in FORMS if not ("tensor lr" in o and f == "foreach")]
+LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...], tuple[Placement, ...]]] = [
+    ((4,), (Shard(0),), (Shard(0),)),
+    ((4,), (Replicate(),), (Partial(),)),
+    ((2, 2), (Replicate(), Shard(1)), (Partial(), Shard(1))),
+    ((2, 2), (Replicate(), Replicate()), (Partial(), Partial("avg"))),
+    ((2, 2), (Shard(1), Shard(1)), (Partial(), Replicate())),
+]
+SHAPES = ((7, 3), (5, 6), (1, 4))
+
+
+def _params(seed: int) -> list[torch.Tensor]:
+    return [rand(*s, seed=seed + i) for i, s in enumerate(SHAPES)]
+
+
+def _steps(params: list[Any], optimizer: torch.optim.Optimizer, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for step in range(3):
+        for p, g in zip(params, _params(10 * step), strict=True):
+            p.grad = place(g)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_steps_follow_one_process(
+    name: str, form: str, layout: tuple[tuple[int, ...], tuple[Placement, ...], tuple[Placement, ...]]
+) -> None:
+    build = lambda p: OPTIMIZERS[name](p, **FORMS[form])  # noqa: E731
+    want = [nn.Parameter(p) for p in _params(0)]
+    _steps(want, build(want), lambda g: g)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", layout[0])
+        params = [nn.Parameter(make(p, mesh, layout[1])) for p in _params(0)]
+        _steps(params, build(params), lambda g: make(g, mesh, layout[2]))
+        for p, w in zip(params, want, strict=True):
+            assert p.placements == layout[1]
+            torch.testing.assert_close(p.full_tensor(), w.data, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+def _sent(f: Callable[[], object]) -> list[str]:
+    kinds: list[str] = []
+    watch = lambda kind, ranks, elements, itemsize: kinds.append(kind)  # noqa: E731
+    observers.append(watch)
+    try:
+        f()
+    finally:
+        observers.remove(watch)
+    return kinds
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pending_gradients_are_settled_in_one_collective(form: str) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        params = [nn.Parameter(make(p, mesh, [Replicate()])) for p in _params(0)]
+        optimizer = torch.optim.AdamW(params, lr=0.1, **FORMS[form])
+        for p, g in zip(params, _params(5), strict=True):
+            p.grad = make(g, mesh, [Partial()])
+        assert _sent(optimizer.step) == ["all_reduce"]
+        for p, g in zip(params, _params(5), strict=True):
+            assert isinstance(p.grad, DTensor) and p.grad.placements == (Replicate(),)
+            torch.testing.assert_close(p.grad.to_local(), g)
+        assert _sent(optimizer.step) == []
+
+    simulate(4)(run)
+
+
+def test_fused_steps_take_several_meshes_and_refuse_other_layouts() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        plain = nn.Parameter(rand(6, 4))
+        a = nn.Parameter(make(rand(6, 4), mesh, [Shard(0), Shard(1)]))
+        b = nn.Parameter(make(rand(6, 4), mesh["b"], [Shard(0)]))
+        optimizer = torch.optim.AdamW([plain, a, b], lr=0.1, fused=True)
+        for _ in range(2):
+            plain.grad = rand(6, 4, seed=1)
+            a.grad, b.grad = make(plain.grad, mesh, [Replicate(), Shard(1)]), make(plain.grad, mesh["b"], [Shard(1)])
+            optimizer.step()
+        torch.testing.assert_close(a.full_tensor(), plain.data)
+        torch.testing.assert_close(b.full_tensor(), plain.data)
+        optimizer.state[a]["exp_avg"] = make(rand(6, 4), mesh, [Replicate(), Replicate()])
+        before = a.to_local().clone()
+        with pytest.raises(RuntimeError, match="laid out like its parameter"):
+            optimizer.step()
+        assert torch.equal(a.to_local(), before)
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_clip_grad_norm(order: float, foreach: bool) -> None:
+    grads = _params(3)
+    plain = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(plain, grads, strict=True):
+        p.grad = g.clone()
+    want = nn.utils.clip_grad_norm_(plain, 0.7, norm_type=order, foreach=foreach)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        layouts = ([Shard(0), Replicate()], [Partial(), Shard(1)], [Replicate(), Partial()])
+        params = [nn.Parameter(make(torch.zeros_like(g), mesh, [Replicate()] * 2)) for g in grads]
+        for p, g, layout in zip(params, grads, layouts, strict=True):
+            p.grad = make(g, mesh, layout)
+        got = nn.utils.clip_grad_norm_(params, 0.7, norm_type=order, foreach=foreach)
+        torch.testing.assert_close(got.full_tensor(), want)
+        for p, w in zip(params, plain, strict=True):
+            assert isinstance(p.grad, DTensor) and w.grad is not None
+            torch.testing.assert_close(p.grad.full_tensor(), w.grad, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+def test_clip_grad_value() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        for layout in ([Shard(0)], [Replicate()]):
+            p = nn.Parameter(make(torch.zeros(5, 4), mesh, layout))
+            p.grad = make(rand(5, 4), mesh, layout)
+            nn.utils.clip_grad_value_([p], 0.5)
+            torch.testing.assert_close(p.grad.full_tensor(), rand(5, 4).clamp(-0.5, 0.5))
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_scaling(form: str, bad: bool) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        start = rand(6, 4)
+        plain, p = nn.Parameter(start.clone()), nn.Parameter(make(start, mesh, [Shard(0)]))
+        q, r = nn.Parameter(start.clone()), nn.Parameter(make(start, mesh, [Replicate()]))
+        grad = rand(6, 4, seed=1) * 1024
+        if bad:
+            grad[5, 0] = float("inf")  # on one rank only
+        for params, grads in (
+            ([plain, q], [grad.clone(), grad.clone()]),
+            ([p, r], [make(grad, mesh, [Shard(0)]), make(grad, mesh, [Partial()] if not bad else [Shard(0)])]),
+        ):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            scaler.scale(torch.ones(()))
+            optimizer = torch.optim.AdamW(params, lr=0.1, **FORMS[form])
+            for x, g in zip(params, grads, strict=True):
+                x.grad = g
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (512.0 if bad else 1024.0)
+        torch.testing.assert_close(p.full_tensor(), plain.data, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(r.full_tensor(), q.data, rtol=1e-4, atol=1e-5)
+        assert torch.equal(plain.data, start) == bad
+
+    simulate(4)(run)
+
+
+# ------------------------------------------------------------ activation checkpointing
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(F.gelu(self.up(x)), 0.3, training=True))
+
+
+def _distribute(block: Block, mesh: DeviceMesh) -> Block:
+    layouts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "down.bias": Replicate()}
+    for name, placement in layouts.items():
+        module, key = block.get_submodule(name.split(".")[0]), name.split(".")[1]
+        setattr(module, key, nn.Parameter(make(getattr(module, key).detach(), mesh, [placement])))
+    return block
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_with_dropout_follows_one_process(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    ref = Block()
+
+    def train(block: Block, x: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        y = checkpoint(block, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        return [y, *(p.grad for p in block.parameters())]
+
+    want = train(copy.deepcopy(ref), rand(4, 6).requires_grad_())
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        x = make(rand(4, 6), mesh, [Replicate()], True)
+        for got, w in zip(train(_distribute(copy.deepcopy(ref), mesh), x), want, strict=True):
+            assert isinstance(got, DTensor)
+            torch.testing.assert_close(got.full_tensor(), w, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
