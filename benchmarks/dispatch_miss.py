@@ -71,22 +71,19 @@ def first_calls(axes: int, repeats: int) -> dict[str, dict[str, bench.Spread]]:
 def main() -> None:
     """Print one table."""
     bench.start_fake_world(16)
-    found = {axes: first_calls(axes, repeats=7) for axes in MESHES}
-    ops = found[1]
-    head = ["op, ours / torch in ms", *(f"{axes} axes {'x'.join(map(str, MESHES[axes]))}" for axes in MESHES)]
-    rows = []
-    for op in ops:
-        cells = []
-        for axes in MESHES:
-            ours, torchs = (bench.scaled(found[axes][op][name], 1e3) for name in ("ours", "torch"))
-            cells.append(f"{ours} / {torchs}")
-        rows.append([op, *cells])
-    print("First call on new shapes, ms, median (quartiles)\n")
-    print(bench.markdown(head, rows))
-    for axes in MESHES:
-        ratios = [by["ours"].median / by["torch"].median for by in found[axes].values()]
-        worst = max(by["ours"].median for by in found[axes].values()) * 1e3
-        print(f"\n{axes} axes: ours / torch {bench.geometric_mean(ratios):.3f}, our slowest {worst:.2f} ms")
+    found = {"x".join(map(str, MESHES[axes])): first_calls(axes, repeats=7) for axes in MESHES}
+    rows: list[list[str]] = [[op] for op in next(iter(found.values()))]
+    summary = []
+    for mesh, table in found.items():
+        for row in rows:
+            ours, torchs = (bench.scaled(table[row[0]][name], 1e3) for name in ("ours", "torch"))
+            row.append(f"{ours} / {torchs}")
+        ratio = bench.geometric_mean([by["ours"].median / by["torch"].median for by in table.values()])
+        worst = max(by["ours"].median for by in table.values()) * 1e3
+        summary.append(f"- {mesh}: ours / torch {ratio:.3f}, our slowest {worst:.2f} ms")
+    print("First call on new shapes, by mesh, ours / torch in ms, median (quartiles)\n")
+    print(bench.markdown(["op", *found], rows))
+    print("\nGeometric means:\n\n" + "\n".join(summary) + "\n")
 
 
 if __name__ == "__main__":
