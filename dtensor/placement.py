@@ -8,7 +8,7 @@ tensor, axis 1 cuts what axis 0 left, and so on.
     StridedShard(d, split_factor=s)    dim d is seen as s chunks, each of which is cut
     Partial(op)                        the value is the reduction (op) of what the positions hold
 
-Placements are interned, so equality is identity; they are immutable and their repr parses back.
+Placements are interned, so equality is identity; they are immutable, and print as torch's do.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Partial(Placement):
         return self is other
 
     def __repr__(self) -> str:
-        return f"Partial({self.reduce_op!r})"
+        return f"Partial({self.reduce_op})"  # as torch prints it
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -82,7 +83,18 @@ def current_world() -> World:
             "There is no world: torch.distributed is not initialised. Call torch.distributed.init_process_group(), "
             "or run the function on simulated ranks: dtensor.simulate(4)(fn)"
         )
-    return World("c10d", dist.get_rank(), dist.get_world_size(), "c10d")
+    return World("c10d", dist.get_rank(), dist.get_world_size(), _c10d_identity())
+
+
+_default_group: list[tuple[weakref.ref[dist.ProcessGroup], Hashable]] = []
+
+
+def _c10d_identity() -> Hashable:
+    """A token of the default group: another one after `destroy_process_group` and a new initialisation."""
+    group = dist.distributed_c10d._get_default_group()
+    if not _default_group or _default_group[0][0]() is not group:
+        _default_group[:] = [(weakref.ref(group), fresh_identity("c10d"))]
+    return _default_group[0][1]
 
 
 def has_world() -> bool:

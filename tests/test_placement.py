@@ -15,6 +15,7 @@ def test_value_semantics(p: Placement) -> None:
     assert pickle.loads(pickle.dumps(p)) is p
     assert copy.deepcopy(p) is p
     names = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_StridedShard": _StridedShard}
+    names |= {op: op for op in ("sum", "max", "norm2")}  # torch prints reductions without quotes
     assert eval(repr(p), names) is p
     assert [q for q in ALL if q == p] == [p]
     with pytest.raises(AttributeError):
