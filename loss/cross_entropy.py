@@ -55,20 +55,21 @@ class _Indices(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str,
         ignore_index: int, smoothing: float,
     ) -> torch.Tensor:  # fmt: skip
-        loss, lse, total = _ops.cross_entropy(logits, target, weight, reduction == "none", ignore_index, smoothing)
+        per_row = reduction == "none"
+        loss, top, log_sum, total = _ops.cross_entropy(logits, target, weight, per_row, ignore_index, smoothing)
         ctx.rest = (ignore_index, smoothing)
         total = _whole(total) if reduction == "mean" else None
-        ctx.save_for_backward(logits, target, weight, lse, total)
+        ctx.save_for_backward(logits, target, weight, top, log_sum, total)
         return loss if total is None else loss / total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, target, weight, lse, total = ctx.saved_tensors
-        grad = grad.to(lse.dtype)
+        logits, target, weight, top, log_sum, total = ctx.saved_tensors
+        grad = grad.to(top.dtype)
         if total is not None:
             grad = grad / total
-        return _ops.cross_entropy_backward(grad, logits, target, weight, lse, *ctx.rest), *(None,) * 5
+        return _ops.cross_entropy_backward(grad, logits, target, weight, top, log_sum, *ctx.rest), *(None,) * 5
 
 
 class _Probabilities(torch.autograd.Function):
@@ -77,32 +78,36 @@ class _Probabilities(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str,
         smoothing: float,
     ) -> torch.Tensor:  # fmt: skip
-        loss, lse, mass = _ops.cross_entropy_prob(logits, target, weight, reduction == "none", smoothing)
-        ctx.smoothing, ctx.rows = smoothing, lse.numel() if reduction == "mean" else None
-        ctx.save_for_backward(logits, target, weight, lse, mass)
+        loss, top, log_sum, mass = _ops.cross_entropy_prob(logits, target, weight, reduction == "none", smoothing)
+        ctx.smoothing, ctx.rows = smoothing, top.numel() if reduction == "mean" else None
+        ctx.save_for_backward(logits, target, weight, top, log_sum, mass)
         return loss if ctx.rows is None else loss / ctx.rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, target, weight, lse, mass = ctx.saved_tensors
-        grad = grad.to(lse.dtype)
+        logits, target, weight, top, log_sum, mass = ctx.saved_tensors
+        grad = grad.to(top.dtype)
         if ctx.rows is not None:
             grad = grad / ctx.rows
         of_logits = of_target = None
         if ctx.needs_input_grad[0]:
-            of_logits = _ops.cross_entropy_prob_backward(grad, logits, target, weight, lse, mass, ctx.smoothing)
+            of_logits = _ops.cross_entropy_prob_backward(
+                grad, logits, target, weight, top, log_sum, mass, ctx.smoothing
+            )
         if ctx.needs_input_grad[1]:
-            of_target = _target_gradient(grad, logits, weight, lse, 1 - ctx.smoothing).to(target.dtype)
+            of_target = _target_gradient(grad, logits, weight, top, log_sum, 1 - ctx.smoothing).to(target.dtype)
         return of_logits, of_target, None, None, None
 
 
 def _target_gradient(
-    grad: torch.Tensor, logits: torch.Tensor, weight: torch.Tensor | None, lse: torch.Tensor, keep: float
-) -> torch.Tensor:
+    grad: torch.Tensor, logits: torch.Tensor, weight: torch.Tensor | None, top: torch.Tensor, log_sum: torch.Tensor,
+    keep: float,
+) -> torch.Tensor:  # fmt: skip
     """-keep * grad * w * log_softmax(logits)."""
     c = class_dim(logits.ndim)
-    out = (lse.unsqueeze(c) - logits.to(lse.dtype)) * (grad.unsqueeze(c) if grad.ndim else grad) * keep
+    minus_log = (top.unsqueeze(c) - logits.to(top.dtype)) + log_sum.unsqueeze(c)
+    out = minus_log * (grad.unsqueeze(c) if grad.ndim else grad) * keep
     if weight is not None:
-        out = out * weight.to(lse.dtype).view(-1, *[1] * (logits.ndim - 2))
+        out = out * weight.to(top.dtype).view(-1, *[1] * (logits.ndim - 2))
     return out

@@ -4,12 +4,13 @@
 In one piece a single small gather is enough. Per row i, with classes cut over k ranks:
 
     every rank     top_i = max of its logits      sum_i = sum exp(x - top_i)      x_it if it holds class t_i
-    one gather     k such triples of every row (and a fourth number for label smoothing)
-    every rank     lse_i = log sum exp over all   loss_i = w_t (lse_i - x_it)
+    one gather     k such triples of every row (and two more numbers for label smoothing)
+    every rank     m_i = max over all             l_i = log sum exp(x - m_i)
+                   loss_i = w_t (l_i + m_i - x_it)
 
-Backward needs lse_i only, sends nothing, and no log-probabilities are kept:
+Backward needs m_i and l_i only, sends nothing, and no log-probabilities are kept:
 
-    grad_ij = g_i w_t (exp(x_ij - lse_i) - [j = t_i])
+    grad_ij = g_i w_t (exp(x_ij - m_i - l_i) - [j = t_i])
 
 The operators return sums, never means: the mean is a division of two sums (see `loss.cross_entropy`), which
 keeps it right when ranks hold different numbers of rows that count. All results are in float32 for lower
@@ -29,14 +30,22 @@ from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from dtensor.spec import Interval
 from propagation_rules.classes import check_targets, local_slots
-from propagation_rules.loss import accumulation_dtype, combine_statistics, local_max_and_sum, log_sum_exp
+from propagation_rules.loss import (
+    accumulation_dtype,
+    combine_statistics,
+    finite_top,
+    local_max_and_sum,
+    log_sum_exp,
+)
 
 __all__ = [
-    "Runs", "along_classes", "class_dim", "index_backward", "index_forward", "library", "own_weights", "widened",
+    "Forward", "Runs", "along_classes", "class_dim", "index_backward", "index_forward", "library", "own_weights",
+    "relative_sum", "widened",
 ]  # fmt: skip
 
 library = torch.library.Library("shardwright", "FRAGMENT")
 Runs = tuple[Interval, ...]
+Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def class_dim(ndim: int) -> int:
@@ -48,7 +57,7 @@ def class_dim(ndim: int) -> int:
 def _statistics(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, runs: Runs, smoothing: float
 ) -> torch.Tensor:
-    """Per row: max, sum of exponentials, the target's logit if it is here, and for smoothing sum(w x)."""
+    """Per row: max, sum of exponentials, the target's logit if it is here; for smoothing sum(w (x - max)), sum(w)."""
     c = class_dim(x.ndim)
     slot, mine = local_slots(target, runs)
     top, total = (t.squeeze(c) for t in local_max_and_sum(x, c))
@@ -56,40 +65,48 @@ def _statistics(
     picked = torch.where(mine, x.gather(c, slot.unsqueeze(c)).squeeze(c), zero) if x.shape[c] else zero
     stats = [top, total, picked]
     if smoothing:
-        stats.append((x if weight is None else x * along_classes(own_weights(weight, runs), x.ndim)).sum(c))
+        w = torch.ones_like(x) if weight is None else along_classes(own_weights(weight, runs), x.ndim)
+        stats += [(w * (x - finite_top(top).unsqueeze(c))).sum(c), w.expand_as(x).sum(c)]
     return torch.stack(stats)
+
+
+def relative_sum(stats: torch.Tensor, tops: torch.Tensor, masses: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """sum(w (x - top)) over all positions, from each one's sum(w (x - its own max)) and sum(w)."""
+    shift = torch.where(masses == 0, torch.zeros_like(tops), masses * (finite_top(tops) - top))
+    return (stats + shift).sum(0)
 
 
 def _finish(
     stats: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, classes: int, per_row: bool,
     ignore_index: int, smoothing: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Loss (rows or their sum), lse and the number (weight) of rows that count, from all ranks' statistics."""
-    lse, picked = log_sum_exp(stats[:, 0], stats[:, 1]), stats[:, 2].sum(0)
+) -> Forward:  # fmt: skip
+    """Loss (rows or their sum), max, log sum and the number (weight) of rows that count, from all ranks' statistics."""
+    top, log_sum = log_sum_exp(stats[:, 0], stats[:, 1])
     counts = target != ignore_index
-    scale = torch.ones_like(lse) if weight is None else weight.take(torch.where(counts, target, 0))
-    loss = scale * (lse - picked)
+    scale = torch.ones_like(top) if weight is None else weight.take(torch.where(counts, target, 0))
+    loss = scale * (log_sum + (top - stats[:, 2].sum(0)))
     if smoothing:
         mass = classes if weight is None else weight.sum()
-        loss = (1 - smoothing) * loss + smoothing / classes * (mass * lse - stats[:, 3].sum(0))
-    zero = torch.zeros_like(lse)
+        spread = mass * log_sum - relative_sum(stats[:, 3], stats[:, 0], stats[:, 4], top)
+        loss = (1 - smoothing) * loss + smoothing / classes * spread
+    zero = torch.zeros_like(top)
     loss, scale = torch.where(counts, loss, zero), torch.where(counts, scale, zero)
-    return loss if per_row else loss.sum(), lse, scale.sum()
+    return loss if per_row else loss.sum(), top, log_sum, scale.sum()
 
 
 def _gradient(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, lse: torch.Tensor,
-    runs: Runs, classes: int, ignore_index: int, smoothing: float,
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, top: torch.Tensor,
+    log_sum: torch.Tensor, runs: Runs, classes: int, ignore_index: int, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the local logits; `x` is overwritten."""
     c = class_dim(x.ndim)
     counts = target != ignore_index
-    grad = torch.where(counts, grad, torch.zeros_like(lse))
+    grad = torch.where(counts, grad, torch.zeros_like(top))
     scale = grad if weight is None else grad * weight.take(torch.where(counts, target, 0))
     hot = (1 - smoothing) * scale
     cold = smoothing / classes * grad
     mass = classes if weight is None else weight.sum()
-    out = x.sub_(lse.unsqueeze(c)).exp_().mul_((hot + cold * mass).unsqueeze(c))
+    out = x.sub_(top.unsqueeze(c)).sub_(log_sum.unsqueeze(c)).exp_().mul_((hot + cold * mass).unsqueeze(c))
     if smoothing:
         out -= cold.unsqueeze(c) * (1 if weight is None else along_classes(own_weights(weight, runs), x.ndim))
     slot, mine = local_slots(target, runs)
@@ -119,8 +136,8 @@ def widened(*tensors: torch.Tensor | None, dtype: torch.dtype) -> list[Any]:
 def index_forward(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, per_row: bool, ignore_index: int,
     smoothing: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Class indices as targets: loss (rows or sum), lse, and the weight of the rows that count."""
+) -> Forward:  # fmt: skip
+    """Class indices as targets: loss (rows or sum), max, log sum, and the weight of the rows that count."""
     x, w = widened(logits, weight, dtype=logits.dtype)
     classes = x.shape[class_dim(x.ndim)]
     check_targets("cross_entropy", target, classes, ignore_index)
@@ -129,24 +146,24 @@ def index_forward(
 
 
 def index_backward(
-    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, lse: torch.Tensor,
-    ignore_index: int, smoothing: float,
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, top: torch.Tensor,
+    log_sum: torch.Tensor, ignore_index: int, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the logits."""
     x, w = widened(logits, weight, dtype=logits.dtype)
     x = x.clone() if x is logits else x
     classes = x.shape[class_dim(x.ndim)]
-    out = _gradient(grad, x, target, w, lse, ((0, classes),), classes, ignore_index, smoothing)
+    out = _gradient(grad, x, target, w, top, log_sum, ((0, classes),), classes, ignore_index, smoothing)
     return out.to(logits.dtype)
 
 
 library.define(
     "cross_entropy(Tensor logits, Tensor target, Tensor? weight, bool per_row, int ignore_index, float smoothing)"
-    " -> (Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
-    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor lse, int ignore_index,"
-    " float smoothing) -> Tensor"
+    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor top, Tensor log_sum,"
+    " int ignore_index, float smoothing) -> Tensor"
 )
 library.impl("cross_entropy", index_forward, "CompositeExplicitAutograd")
 library.impl("cross_entropy_backward", index_backward, "CompositeExplicitAutograd")
@@ -163,7 +180,8 @@ def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
         "logits": tuple((d,) for d in range(len(shape))),
         "target": rows,
         "weight": ((len(shape),),),
-        "lse": rows,
+        "top": rows,
+        "log_sum": rows,
         "grad": rows if grad is not None and grad.ndim else (),
     }
     return c, (*shape, shape[c]), dims
@@ -172,14 +190,14 @@ def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
 def _forward_rule(call: Call) -> Rule:
     c, sizes, dims = _dims(call)
     rows = dims["target"]
-    outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, ())
+    outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows, ())
     # given no cost: whoever calls this operator wants the logits left where they are, whatever that costs
-    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 3, _run_forward)
+    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 4, _run_forward)
     whole = frozenset({c, len(sizes) - 1})
     return Rule(tuple(dims[n] for n in call.names), outputs, sizes, whole, kernels=(kernel,))
 
 
-def _run_forward(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_forward(ctx: KernelContext) -> Forward:
     logits, target = ctx.tensor("logits"), ctx.tensor("target")
     x, w = widened(logits, ctx.optional("weight"), dtype=logits.dtype)
     c, a = class_dim(x.ndim), ctx.call
@@ -203,8 +221,8 @@ def _run_backward(ctx: KernelContext) -> torch.Tensor:
     x = x.clone() if x is logits else x
     c, a = class_dim(x.ndim), ctx.call
     out = _gradient(
-        grad, x, ctx.tensor("target"), w, ctx.tensor("lse"), ctx.intervals(1, c), ctx.in_specs[1].shape[c],
-        a["ignore_index"], a["smoothing"],
+        grad, x, ctx.tensor("target"), w, ctx.tensor("top"), ctx.tensor("log_sum"), ctx.intervals(1, c),
+        ctx.in_specs[1].shape[c], a["ignore_index"], a["smoothing"],
     )  # fmt: skip
     return out.to(logits.dtype)
 

@@ -2,12 +2,12 @@
 
 With p' = (1 - smoothing) p + smoothing / C and class weights w, per row i:
 
-    mass_i = sum_j p'_ij w_j        loss_i = mass_i lse_i - sum_j p'_ij w_j x_ij
+    mass_i = sum_j p'_ij w_j        loss_i = mass_i l_i - sum_j p'_ij w_j (x_ij - m_i)
 
-so four numbers a row and rank are gathered once: max, sum of exponentials, mass, and the last sum.
-Backward sends nothing:
+with m_i, l_i as in `loss.kernels`. So four numbers a row and rank are gathered once: max, sum of
+exponentials, mass, and the last sum (relative to the rank's own max). Backward sends nothing:
 
-    grad x_ij = g_i (mass_i exp(x_ij - lse_i) - p'_ij w_j)
+    grad x_ij = g_i (mass_i exp(x_ij - m_i - l_i) - p'_ij w_j)
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from loss.kernels import Runs, along_classes, class_dim, library, own_weights, widened
-from propagation_rules.loss import combine_statistics, local_max_and_sum, log_sum_exp
+from loss.kernels import Forward, Runs, along_classes, class_dim, library, own_weights, relative_sum, widened
+from propagation_rules.loss import combine_statistics, finite_top, local_max_and_sum, log_sum_exp
 
 __all__ = ["probability_backward", "probability_forward"]
 
@@ -34,50 +34,52 @@ def _weighted(
 def _statistics(x: torch.Tensor, pw: torch.Tensor) -> torch.Tensor:
     c = class_dim(x.ndim)
     top, total = (t.squeeze(c) for t in local_max_and_sum(x, c))
-    return torch.stack([top, total, pw.sum(c), (pw * x).sum(c)])
+    return torch.stack([top, total, pw.sum(c), (pw * (x - finite_top(top).unsqueeze(c))).sum(c)])
 
 
-def _finish(stats: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    lse, mass = log_sum_exp(stats[:, 0], stats[:, 1]), stats[:, 2].sum(0)
-    loss = mass * lse - stats[:, 3].sum(0)
-    return loss if per_row else loss.sum(), lse, mass
+def _finish(stats: torch.Tensor, per_row: bool) -> Forward:
+    top, log_sum = log_sum_exp(stats[:, 0], stats[:, 1])
+    mass = stats[:, 2].sum(0)
+    loss = mass * log_sum - relative_sum(stats[:, 3], stats[:, 0], stats[:, 2], top)
+    return loss if per_row else loss.sum(), top, log_sum, mass
 
 
 def _gradient(
-    grad: torch.Tensor, x: torch.Tensor, pw: torch.Tensor, lse: torch.Tensor, mass: torch.Tensor
+    grad: torch.Tensor, x: torch.Tensor, pw: torch.Tensor, top: torch.Tensor, log_sum: torch.Tensor, mass: torch.Tensor
 ) -> torch.Tensor:
     c = class_dim(x.ndim)
-    softmax = (x - lse.unsqueeze(c)).exp_()
+    softmax = (x - top.unsqueeze(c)).sub_(log_sum.unsqueeze(c)).exp_()
     return (softmax.mul_(mass.unsqueeze(c)).sub_(pw)).mul_(grad.unsqueeze(c) if grad.ndim else grad)
 
 
 # ------------------------------------------------------------ the operators on plain tensors
 def probability_forward(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, per_row: bool, smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss (rows or sum), lse and mass of every row."""
+) -> Forward:
+    """Loss (rows or sum), and max, log sum and mass of every row."""
     x, p, w = widened(logits, target, weight, dtype=logits.dtype)
     classes = x.shape[class_dim(x.ndim)]
     return _finish(_statistics(x, _weighted(p, w, ((0, classes),), classes, smoothing))[None], per_row)
 
 
 def probability_backward(
-    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, lse: torch.Tensor,
-    mass: torch.Tensor, smoothing: float,
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, top: torch.Tensor,
+    log_sum: torch.Tensor, mass: torch.Tensor, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the logits."""
     x, p, w = widened(logits, target, weight, dtype=logits.dtype)
     classes = x.shape[class_dim(x.ndim)]
-    return _gradient(grad, x, _weighted(p, w, ((0, classes),), classes, smoothing), lse, mass).to(logits.dtype)
+    pw = _weighted(p, w, ((0, classes),), classes, smoothing)
+    return _gradient(grad, x, pw, top, log_sum, mass).to(logits.dtype)
 
 
 library.define(
     "cross_entropy_prob(Tensor logits, Tensor target, Tensor? weight, bool per_row, float smoothing)"
-    " -> (Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
-    "cross_entropy_prob_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor mass,"
-    " float smoothing) -> Tensor"
+    "cross_entropy_prob_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor top, Tensor log_sum,"
+    " Tensor mass, float smoothing) -> Tensor"
 )
 library.impl("cross_entropy_prob", probability_forward, "CompositeExplicitAutograd")
 library.impl("cross_entropy_prob_backward", probability_backward, "CompositeExplicitAutograd")
@@ -91,7 +93,7 @@ def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
     rows: Dims = tuple((d,) for d in range(len(shape)) if d != c)
     grad = call.get("grad")
     dims: dict[str, Dims] = {
-        "logits": every, "target": every, "weight": ((len(shape),),), "lse": rows, "mass": rows,
+        "logits": every, "target": every, "weight": ((len(shape),),), "top": rows, "log_sum": rows, "mass": rows,
         "grad": rows if grad is not None and grad.ndim else (),
     }  # fmt: skip
     return c, (*shape, shape[c]), dims
@@ -99,15 +101,15 @@ def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
 
 def _forward_rule(call: Call) -> Rule:
     c, sizes, dims = _dims(call)
-    rows = dims["lse"]
-    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 3, _run_forward)  # no cost: as in loss.kernels
-    outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows)
+    rows = dims["top"]
+    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 4, _run_forward)  # no cost: as in loss.kernels
+    outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows, rows)
     return Rule(
         tuple(dims[n] for n in call.names), outputs, sizes, frozenset({c, len(sizes) - 1}), kernels=(kernel,)
     )
 
 
-def _run_forward(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_forward(ctx: KernelContext) -> Forward:
     logits = ctx.tensor("logits")
     x, p, w = widened(logits, ctx.tensor("target"), ctx.optional("weight"), dtype=logits.dtype)
     c = class_dim(x.ndim)
@@ -127,7 +129,8 @@ def _run_backward(ctx: KernelContext) -> torch.Tensor:
     x, p, w = widened(logits, ctx.tensor("target"), ctx.optional("weight"), dtype=logits.dtype)
     c = class_dim(x.ndim)
     pw = _weighted(p, w, ctx.intervals(1, c), ctx.in_specs[1].shape[c], ctx.call["smoothing"])
-    return _gradient(ctx.tensor("grad"), x, pw, ctx.tensor("lse"), ctx.tensor("mass")).to(logits.dtype)
+    rows = (ctx.tensor(name) for name in ("top", "log_sum", "mass"))
+    return _gradient(ctx.tensor("grad"), x, pw, *rows).to(logits.dtype)
 
 
 register("shardwright.cross_entropy_prob", _forward_rule)

@@ -53,21 +53,28 @@ def combine_statistics(ctx: KernelContext, stats: torch.Tensor) -> torch.Tensor:
     return torch.stack(comm.all_gather(stats, [tuple(stats.shape)] * comm.size))
 
 
+def finite_top(top: torch.Tensor) -> torch.Tensor:
+    """A maximum that can be subtracted: 0 in place of -inf."""
+    return torch.where(top == float("-inf"), torch.zeros_like(top), top)
+
+
 def local_max_and_sum(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Max over `dim` and sum of exp(x - max), both with `dim` kept; -inf and 0 for an empty shard."""
     if x.shape[dim] == 0:
         low = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), float("-inf"))
         return low, torch.zeros_like(low)
     top = x.amax(dim, keepdim=True)
-    safe = torch.where(top.isinf() & (top < 0), torch.zeros_like(top), top)
-    return top, (x - safe).exp_().sum(dim, keepdim=True)
+    return top, (x - finite_top(top)).exp_().sum(dim, keepdim=True)
 
 
-def log_sum_exp(tops: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """log(sum(exp)) from the positions' maxima and sums, stacked in front."""
+def log_sum_exp(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(max, log(sum(exp(x - max)))) from the positions' maxima and sums, stacked in front.
+
+    They are kept apart: added up, large logits would take the logarithm's digits.
+    """
     top = tops.amax(0)
     scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
-    return top + (sums * scale).sum(0).log()
+    return top, (sums * scale).sum(0).log()
 
 
 def _run_log_softmax(ctx: KernelContext) -> torch.Tensor:
@@ -77,7 +84,8 @@ def _run_log_softmax(ctx: KernelContext) -> torch.Tensor:
     x = x.to(accumulation_dtype(x.dtype))
     dim = ctx.call.dim()
     stats = combine_statistics(ctx, torch.stack(local_max_and_sum(x, dim)))
-    return (x - log_sum_exp(stats[:, 0], stats[:, 1])).to(out.dtype)
+    top, log_sum = log_sum_exp(stats[:, 0], stats[:, 1])
+    return (x - top - log_sum).to(out.dtype)
 
 
 def log_softmax_backward(call: Call) -> Rule:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
+from dtensor.placement import REDUCE_OPS
+
 __all__ = ["Collective", "CommCounts", "classify", "key_of_kind"]
 
 _KIND = {
@@ -115,7 +117,9 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: obje
     kind = _KIND.get(name)
     if kind is None:
         return None
-    k = _group_size([*args, *kwargs.values()])
+    values = [*args, *kwargs.values()]
+    group = _group(values)
+    k = 1 if group is None else group.size()
     given = list(_tensors(args[1] if name.startswith("c10d::") and _second_is_input(name) else args[0]))
     made = list(_tensors(args[0] if name.startswith("c10d::") else out))
     sent, got = sum(t.numel() for t in given), sum(t.numel() for t in made)
@@ -124,7 +128,7 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: obje
         "all_reduce": 2 * sent * rest,
         "all_gather": got - sent if got >= sent else got * rest,
         "reduce_scatter": sent * rest,
-        "all_to_all": got * rest,
+        "all_to_all": got - got * _own_share(values, k, 0 if group is None else group.rank()),
         "gather": got,
         "send": 0,
     }.get(kind.removesuffix("_coalesced"), got)
@@ -144,16 +148,24 @@ def _tensors(x: object) -> Iterable[torch.Tensor]:
             yield from _tensors(y)
 
 
-def _group_size(values: Iterable[object]) -> int:
-    """Ranks of the group among an operator's arguments: a process group, or its name; 1 when there is none."""
+def _own_share(values: Iterable[object], k: int, rank: int) -> float:
+    """Part of an all-to-all's output that comes from this rank itself, from the first list of split sizes."""
+    for v in values:
+        if isinstance(v, (list, tuple)) and len(v) == k and all(isinstance(n, int) for n in v) and sum(v):
+            return float(v[rank] / sum(v))
+    return 1 / k
+
+
+def _group(values: Iterable[object]) -> dist.ProcessGroup | None:
+    """The group among an operator's arguments, which hold it as it is or by its name."""
     for v in values:
         if isinstance(v, dist.ProcessGroup):
-            return v.size()
+            return v
         try:
             if isinstance(v, torch.ScriptObject):
-                return dist.ProcessGroup.unbox(v).size()
-            if isinstance(v, str) and v not in ("sum", "avg", "min", "max", "product", "band", "bor", "bxor"):
-                return int(_c10d._resolve_process_group(v).size())  # type: ignore[attr-defined]
+                return dist.ProcessGroup.unbox(v)
+            if isinstance(v, str) and v not in REDUCE_OPS:
+                return _c10d._resolve_process_group(_c10d.GroupName(v))
         except (RuntimeError, ValueError, KeyError, TypeError):
             continue
-    return 1
+    return None

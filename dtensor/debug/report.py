@@ -57,18 +57,18 @@ def table(tree: ModuleTree, events: Sequence[Event], parameters: Parameters, noi
     lines = [f"Collectives in all: {_counts(total)}"]
     for name, kind, depth in _order(tree, events):
         pad = "  " * depth
-        lines.append(f"{pad}{name}" + (f"  ({kind})" if kind else ""))
+        block = []
         for p, value in parameters.get(name, {}).items():
             layout = str(value._spec) if isinstance(value, DTensor) else "plain"
-            lines.append(f"{pad}  parameter {p}: {layout}")
+            block.append(f"{pad}  parameter {p}: {layout}")
         for backward in (False, True):
-            lines += _phase(name, backward, tree, events, noise_level, pad + "  ")
+            block += _phase(name, backward, events, noise_level, pad + "  ")
+        if block or kind:
+            lines += [f"{pad}{name}" + (f"  ({kind})" if kind else ""), *block]
     return "\n".join(lines)
 
 
-def _phase(
-    name: str, backward: bool, tree: ModuleTree, events: Sequence[Event], noise_level: int, pad: str
-) -> list[str]:
+def _phase(name: str, backward: bool, events: Sequence[Event], noise_level: int, pad: str) -> list[str]:
     own = [e for e in events if e.module == name and e.backward == backward]
     below = [
         e for e in events if e.backward == backward and (e.module == name or e.module.startswith(name + "."))
