@@ -10,7 +10,7 @@ They only move elements, so every pending reduction passes. Sizes among the argu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from propagation_rules.refinement import common_factors
 
 MOVES = (passes(0),)
 Local = Callable[..., object]
-SQUEEZE, ALIAS = torch.ops.aten.squeeze.dims, torch.ops.aten.alias.default
+SQUEEZE, ALIAS, VIEW = torch.ops.aten.squeeze.dims, torch.ops.aten.alias.default, torch.ops.aten.view.default
 
 
 # ------------------------------------------------------------ reshapes
@@ -33,23 +33,29 @@ def reshape(call: Call) -> Rule:
     assert out is not None
     first, second, sizes, whole = common_factors(call.inputs[0].shape, out.shape)
     rule = Rule((tuple(first),), (tuple(second),), tuple(sizes), frozenset(whole), linear=MOVES)
-    asked = call.get("size")
-
-    def localize(_: Sequence[Spec], outs: Sequence[Spec | None]) -> Mapping[str, object]:
-        local = outs[0]
-        return {} if local is None or tuple(local.local_shape) == tuple(asked) else {"size": list(local.local_shape)}
-
-    return replace(rule, localize=localize)
+    return replace(rule, bind=_bind_reshape(call))
 
 
-def reshape_alias(call: Call) -> Rule:
-    """As `reshape`; the strides among the arguments are global ones, so the local part is a plain reshape."""
+def _bind_reshape(call: Call) -> Callable[[Sequence[Spec], Sequence[Spec | None]], Local | None]:
+    """The local part of a reshape: a view, or a copy where the local strides do not allow one.
+
+    Global and local strides may differ in order, for instance after a transposed tensor was gathered.
+    """
+    op = call.op._op if "stride" not in call.arguments else VIEW
 
     def bind(_: Sequence[Spec], outs: Sequence[Spec | None]) -> Local | None:
         out = outs[0]
-        return None if out is None else lambda x, *_: x.reshape(out.local_shape)
+        size = [] if out is None else list(out.local_shape)
 
-    return replace(reshape(call), localize=None, bind=bind)
+        def run(x: torch.Tensor, *_: object, **__: object) -> object:
+            try:
+                return op(x, size)
+            except RuntimeError:
+                return x.reshape(size)
+
+        return run
+
+    return bind
 
 
 def expand(call: Call) -> Rule:
@@ -165,8 +171,7 @@ def view_as_complex(call: Call) -> Rule:
     return labelled(call, [[*order, None]], [order], linear=(linear(0),))
 
 
-register("aten.view aten.view_copy aten._unsafe_view", reshape)
-register("aten._reshape_alias aten._reshape_alias_copy aten._reshape_copy", reshape_alias)
+register("aten.view aten.view_copy aten._unsafe_view aten._reshape_alias aten._reshape_copy", reshape)
 register("aten.expand aten.expand_copy", expand)
 register("aten.permute aten.permute_copy", permute)
 register("aten.transpose aten.transpose_copy aten.t aten.t_copy", transpose)
