@@ -16,10 +16,11 @@ def is_empty_shard(spec: Spec) -> bool:
     return spec.local_numel == 0 and spec.numel > 0
 
 
-def zeros_of(outs: Sequence[Spec | None]) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """A stand-in for an op of several results: zeros in the local shapes of `outs`."""
+def zeros_of(outs: Sequence[Spec | None]) -> Callable[..., object]:
+    """A stand-in for an op: zeros in the local shapes of `outs`; a tuple of them where there are several."""
 
-    def run(x: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if s is None else x.new_zeros(s.local_shape, dtype=s.dtype) for s in outs)
+    def run(x: torch.Tensor, *_: object, **__: object) -> object:
+        made = tuple(None if s is None else x.new_zeros(s.local_shape, dtype=s.dtype) for s in outs)
+        return made[0] if len(made) == 1 else made
 
     return run

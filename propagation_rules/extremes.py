@@ -34,6 +34,7 @@ def extreme(call: Call) -> Rule:
 def _candidates(ctx: KernelContext, of: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Best value and its global index of this shard, reduced dims kept with size 1."""
     x, gone = ctx.inputs[0], reduced_dims(ctx.call)
+    x = x.to(torch.uint8) if x.dtype == torch.bool else x  # argmax takes no booleans
     kept = [1 if d in gone else n for d, n in enumerate(x.shape)]
     if not all(x.shape[d] for d in gone):
         return x.new_full(kept, least(x.dtype, of)), torch.full(kept, BEYOND, dtype=torch.int64, device=x.device)
@@ -61,7 +62,7 @@ def _run(ctx: KernelContext) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     out = output_spec(ctx)
     if len(ctx.out_specs) == 1:
         return first.reshape(out.local_shape)
-    return best.reshape(out.local_shape), first.reshape(out.local_shape)
+    return best.reshape(out.local_shape).to(out.dtype), first.reshape(out.local_shape)
 
 
 register("aten.argmax aten.argmin aten.max.dim aten.min.dim", extreme)

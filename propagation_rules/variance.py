@@ -16,6 +16,7 @@ from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from propagation_rules.dtypes import accumulation_dtype
+from propagation_rules.empty_shards import is_empty_shard, zeros_of
 from propagation_rules.gathered import gather_stacked, output_spec
 from propagation_rules.reduce import reduced_dims, reduced_rule
 
@@ -40,9 +41,13 @@ def combined_moments(
 
 
 def variance(call: Call) -> Rule:
-    """Reduced dims are whole; a kernel combines the shards' moments."""
+    """Reduced dims are whole; a kernel combines the shards' moments. No rows give no warning."""
     gone = reduced_dims(call)
-    rule = replace(reduced_rule(call), whole=frozenset(gone))
+    rule = replace(
+        reduced_rule(call),
+        whole=frozenset(gone),
+        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[0]) else None,
+    )
     if call.inputs[0].dtype.is_complex or not gone:
         return rule
     n = len(call.outputs)
