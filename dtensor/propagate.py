@@ -104,9 +104,13 @@ def _search(
     if pending is None:
         pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
     choices = [c for c in rule.choices(pending, carried_splits(rule, inputs)) if not _truncates(c, inputs)]
+    start = _Prefix((), ((),) * len(inputs), ((),) * len(outputs), State.start(rule))
+    if best_only:
+        unmoved = _unmoved(rule, start, choices, inputs, mesh, keep)
+        if unmoved is not None:
+            yield _finish(op, rule, unmoved, inputs, outputs, 0.0)
+            return
     model = current_cost_model()
-    n_out = len(outputs)
-    start = _Prefix((), ((),) * len(inputs), ((),) * n_out, State.start(rule))
     order = itertools.count()
     queue: list[tuple[float, int, int, int, _Prefix]] = [(0.0, 0, 0, next(order), start)]
     sizes = [max(s.local_numel_bound, 1) * s.dtype.itemsize for s in inputs] if inputs else []
@@ -125,6 +129,31 @@ def _search(
                 continue
             extra, moves = _step_cost(model, inputs, sizes, grown, axis, mesh, choice)
             heapq.heappush(queue, (cost + extra, moved + moves, -(axis + 1), next(order), grown))
+
+
+def _unmoved(
+    rule: Rule, prefix: _Prefix, choices: Sequence[Choice], inputs: Sequence[Spec], mesh: DeviceMesh, keep: Keep
+) -> _Prefix | None:
+    """The strategy that moves no input and costs nothing, found without a queue; None where the search must look.
+
+    It is what the search would find: per axis the first choice that asks every input for the layout it has.
+    """
+    for axis, k in enumerate(mesh.shape):
+        for choice in choices:
+            if choice.kernel is not None and choice.kernel.collectives:
+                continue
+            if not all(
+                _want(prefix.state, dims, w, choice.split) is s.placements[axis]
+                for dims, w, s in zip(rule.inputs, choice.inputs, inputs, strict=True)
+            ):
+                continue
+            grown = _extend(rule, prefix, choice, k)
+            if grown is not None and _legal(grown, inputs, axis, keep):
+                prefix = grown
+                break
+        else:
+            return None
+    return prefix
 
 
 def _truncates(choice: Choice, inputs: Sequence[Spec]) -> bool:
