@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from dtensor.factors import Linear, Rule, antitone, linear, monotone, parse_pattern, passes
+from dtensor.factors import Linear, Rule, antitone, linear, monotone, passes
+from dtensor.pattern import parse_pattern
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
@@ -222,7 +223,7 @@ class pattern:  # noqa: N801 - used as a function
     """Builder from a pattern over the op's tensor arguments, in schema order; absent ones are dropped.
 
     Args:
-        text: e.g. `m k, k n -> m n`; see `dtensor.factors.parse_pattern`.
+        text: e.g. `m k, k n -> m n`; see `dtensor.pattern`.
         linear: linear groups in terms of the tensor arguments' positions, e.g. `0|1`.
         addends: positions of tensor arguments that are added to the reduced result.
         reduce: reduction of factors that outputs lack.

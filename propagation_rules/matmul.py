@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dtensor.factors import Dims, Linear, Rule, parse_pattern
+from dtensor.factors import Dims, Linear, Rule
+from dtensor.pattern import parse_pattern
 from dtensor.registry import Call, pattern, present_groups, register
 from propagation_rules.dtypes import is_exact
 from propagation_rules.pointwise import sound_groups

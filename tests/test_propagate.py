@@ -8,7 +8,8 @@ import torch
 import dtensor
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor.cost import CostModel, use_cost_model
-from dtensor.factors import Rule, State, linear, parse_pattern, refine
+from dtensor.factors import Rule, State, linear, refine
+from dtensor.pattern import parse_pattern
 from dtensor.placement import StridedShard
 from dtensor.propagate import all_decisions, decide
 from dtensor.simulate import fake_world
