@@ -82,11 +82,14 @@ class OpInfo:
             else "plain"
         )  # fmt: skip
         values = self.entry.values if self.entry else frozenset()
-        number = lambda a: "*" in values and str(a.type) in ("number", "Optional[number]", "float", "Optional[float]")  # noqa: E731
-        self.value_names = frozenset(a.name for a in args if a.name in values or number(a))
+        numbers = _NUMBERS if "*" in values else ()
+        self.value_names = frozenset(a.name for a in args if a.name in values or str(a.type) in numbers)
         self.value_args = frozenset(i for i, a in enumerate(args) if a.name in self.value_names)
         self.tensor_outs = len(schema.returns)
 
+
+_NUMBERS = ("number", "Optional[number]", "float", "Optional[float]", "Tensor", "Optional[Tensor]")
+"""Types of arguments that may be a Python number; where a tensor is given, its spec is in the key."""
 
 _ops: dict[int, OpInfo] = {}
 _specials: dict[str, Callable[..., Any]] = {}
