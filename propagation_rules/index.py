@@ -262,7 +262,7 @@ def _mask_put(call: Call) -> Rule | None:
 
 
 register("aten.index_select", index_select)
-register("aten.index_add", index_add)
+register("aten.index_add", index_add, values="alpha")
 register("aten.index_copy", index_copy)
 register("aten.index_reduce", index_reduce)
 register("aten.index_fill", index_fill, values="value")

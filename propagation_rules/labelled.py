@@ -17,7 +17,7 @@ from dtensor.placement import Partial
 from dtensor.registry import Call
 from dtensor.spec import Spec
 
-__all__ = ["CONSTANT_OPS", "Labels", "every_dim", "labelled", "local_size", "share_of", "shares_value"]
+__all__ = ["CONSTANT_OPS", "Labels", "but", "every_dim", "labelled", "local_size", "share_of", "shares_value"]
 
 Labels = Sequence[Hashable]
 """Per dim a label, a tuple of labels, or None."""
@@ -31,11 +31,19 @@ def every_dim(ndim: int) -> list[Hashable]:
     return list(range(ndim))
 
 
+def but(n: int, *whole: int) -> list[Hashable]:
+    """Labels of `n` dims, None for those in `whole`."""
+    return [None if d in whole else d for d in range(n)]
+
+
 def labelled(
     call: Call, inputs: Sequence[Labels], outputs: Sequence[Labels], *, sizes: Mapping[Hashable, int] | None = None,
-    whole: Iterable[Hashable] = (), reduce: str = "sum", **more: Any,
+    whole: Iterable[Hashable] = (), filled: bool = False, **more: Any,
 ) -> Rule:  # fmt: skip
-    """The rule with these labels; `more` goes to `Rule` as it is. `whole` lists labels that must not be cut."""
+    """The rule with these labels; `more` goes to `Rule` as it is. `whole` lists labels that must not be cut.
+
+    `filled`: the local op refuses shards without elements.
+    """
     numbers: dict[Hashable, int] = {}
     extent: list[int] = []
 
@@ -63,8 +71,8 @@ def labelled(
     ins = tuple(dims(t, s.shape) for t, s in zip(inputs, call.inputs, strict=True))
     outs = tuple(() if m is None else dims(t, m.shape) for t, m in zip(outputs, call.outputs, strict=True))
     kept = frozenset(numbers[w] for w in whole if w in numbers)
-    reductions = dict.fromkeys(numbers.values(), reduce) if reduce != "sum" else {}
-    return Rule(ins, outs, tuple(extent), kept, reduce=reductions, **more)
+    nonempty = frozenset(numbers.values()) if filled else frozenset[int]()
+    return Rule(ins, outs, tuple(extent), kept, nonempty, **more)
 
 
 def local_size(name: str, rule: Rule) -> Rule:

@@ -13,14 +13,9 @@ import torch
 from dtensor.factors import Kernel, Rule, linear, passes
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.labelled import labelled, local_size, shares_value
+from propagation_rules.labelled import but, labelled, local_size
 
 MOVES = (passes(0),)
-
-
-def _but(n: int, *whole: int) -> list[int | None]:
-    """Labels of `n` dims, None for those in `whole`."""
-    return [None if d in whole else d for d in range(n)]
 
 
 def _keeps(size: int, start: int | None, end: int | None, step: int) -> bool:
@@ -33,7 +28,7 @@ def _keeps(size: int, start: int | None, end: int | None, step: int) -> bool:
 def select(call: Call) -> Rule:
     """The dim goes."""
     n, dim = call.inputs[0].ndim, call.dim()
-    kept = _but(n, dim)
+    kept = but(n, dim)
     return labelled(call, [kept], [kept[:dim] + kept[dim + 1 :]], linear=MOVES)
 
 
@@ -41,7 +36,7 @@ def select_backward(call: Call) -> Rule:
     """The gradient among zeros; the dim counts in the input's dims."""
     n = len(call["input_sizes"])
     dim = call["dim"] % n
-    kept = _but(n, dim)
+    kept = but(n, dim)
     return local_size("input_sizes", labelled(call, [kept[:dim] + kept[dim + 1 :]], [kept], linear=MOVES))
 
 
@@ -49,7 +44,7 @@ def slice_(call: Call) -> Rule:
     """The dim is free when the slice takes all of it."""
     n, dim = call.inputs[0].ndim, call.dim()
     full = _keeps(call.inputs[0].shape[dim], call["start"], call["end"], call["step"])
-    kept = _but(n) if full else _but(n, dim)
+    kept = but(n) if full else but(n, dim)
     return labelled(call, [kept], [kept], linear=MOVES)
 
 
@@ -58,20 +53,20 @@ def slice_backward(call: Call) -> Rule:
     sizes = call["input_sizes"]
     dim = call["dim"] % len(sizes)
     full = _keeps(sizes[dim], call["start"], call["end"], call["step"])
-    kept = _but(len(sizes)) if full else _but(len(sizes), dim)
+    kept = but(len(sizes)) if full else but(len(sizes), dim)
     return local_size("input_sizes", labelled(call, [kept], [kept], linear=MOVES))
 
 
 def narrow_copy(call: Call) -> Rule:
     """The dim stays whole."""
-    kept = _but(call.inputs[0].ndim, call.dim())
+    kept = but(call.inputs[0].ndim, call.dim())
     return labelled(call, [kept], [kept], linear=MOVES)
 
 
 def select_scatter(call: Call) -> Rule:
     """The source takes the place of one index of the dim."""
     n, dim = call.inputs[0].ndim, call.dim()
-    kept = _but(n, dim)
+    kept = but(n, dim)
     return labelled(call, [kept, kept[:dim] + kept[dim + 1 :]], [kept], linear=(passes(0, 1),))
 
 
@@ -79,20 +74,20 @@ def slice_scatter(call: Call) -> Rule:
     """The source takes the place of a slice."""
     n, dim = call.inputs[0].ndim, call.dim()
     full = _keeps(call.inputs[0].shape[dim], call["start"], call["end"], call["step"])
-    kept = _but(n) if full else _but(n, dim)
+    kept = but(n) if full else but(n, dim)
     return labelled(call, [kept, kept], [kept], linear=(passes(0, 1),))
 
 
 def split(call: Call) -> Rule:
     """The dim stays whole."""
-    kept = _but(call.inputs[0].ndim, call.dim())
+    kept = but(call.inputs[0].ndim, call.dim())
     return labelled(call, [kept], [kept] * len(call.outputs), linear=MOVES)
 
 
 # ------------------------------------------------------------ diagonals
-def _diagonal_dims(n: int, call: Call) -> tuple[list[int | None], list[int | None]]:
+def _diagonal_dims(n: int, call: Call) -> tuple[list[Hashable], list[Hashable]]:
     pair = (call["dim1"] % n, call["dim2"] % n)
-    kept = _but(n, *pair)
+    kept = but(n, *pair)
     return kept, [d for d in kept if d is not None] + [None]
 
 
@@ -113,7 +108,7 @@ def unfold_backward(call: Call) -> Rule:
     n = len(call["input_sizes"])
     if n == 0:
         return local_size("input_sizes", labelled(call, [[None]], [[]], linear=(linear(0),)))
-    kept = _but(n, call["dim"] % n)
+    kept = but(n, call["dim"] % n)
     return local_size("input_sizes", labelled(call, [[*kept, None]], [kept], linear=(linear(0),)))
 
 
@@ -129,74 +124,23 @@ def _run_triangle(ctx: KernelContext) -> torch.Tensor:
     x = ctx.inputs[0]
     rows = ctx.indices(0, x.ndim - 2, x.device)[:, None]
     columns = ctx.indices(0, x.ndim - 1, x.device)[None, :]
-    name, k = ctx.call.op._schema.name, ctx.call["diagonal"]
+    name, k = ctx.call.op._schema.name, int(str(ctx.arguments["diagonal"]))
     cleared = columns - rows > k if "tril" in name else columns - rows < k
     if ctx.call.op._schema.name.endswith("_"):
         return x.masked_fill_(cleared, 0)
     return x.masked_fill(cleared, 0)
 
 
-# ------------------------------------------------------------ reordering and padding
-def flip(call: Call) -> Rule:
-    """The flipped dims stay whole."""
-    n = call.inputs[0].ndim
-    kept = _but(n, *(d % n for d in call["dims"])) if n else []
-    return labelled(call, [kept], [kept], linear=MOVES)
-
-
-def roll(call: Call) -> Rule:
-    """The rolled dims stay whole; without dims the flattened tensor is rolled, so all do."""
-    n = call.inputs[0].ndim
-    kept = _but(n, *(d % n for d in call["dims"] or range(n))) if n else []
-    return labelled(call, [kept], [kept], linear=MOVES)
-
-
-def rot90(call: Call) -> Rule:
-    """The plane that turns stays whole."""
-    n = call.inputs[0].ndim
-    kept = _but(n, *(d % n for d in call["dims"]))
-    return labelled(call, [kept], [kept], linear=MOVES)
-
-
-def pad(call: Call) -> Rule:
-    """Padded dims stay whole; the padding is shared out among pending parts."""
-    n, given = call.inputs[0].ndim, call["pad"]
-    padded = [n - 1 - i for i in range(len(given) // 2) if given[2 * i] or given[2 * i + 1]]
-    kept = _but(n, *padded)
-    return shares_value(call, labelled(call, [kept], [kept]), "value")
-
-
-def repeat(call: Call) -> Rule:
-    """By hand: a repeated dim is (copies, part), of which the part may be cut; new dims are nobody's."""
-    shape, times = call.inputs[0].shape, call["repeats"]
-    new = len(times) - len(shape)
-    count = {d: int(times[new + d]) for d in range(len(shape))}
-    ins = [(("part", d),) if count[d] else None for d in range(len(shape))]
-    outs = [
-        None if d < new or not times[d] else (("part", d - new),) if times[d] == 1
-        else (("times", d - new), ("part", d - new))
-        for d in range(len(times))
-    ]  # fmt: skip
-    sizes: dict[Hashable, int] = {("part", d): n for d, n in enumerate(shape)}
-    sizes |= {("times", d): n for d, n in count.items()}
-    return labelled(call, [ins], [outs], sizes=sizes, whole=[("times", d) for d in count], linear=MOVES)
-
-
-register("aten.select aten.select_copy", select)
-register("aten.select_backward", select_backward)
+register("aten.select aten.select_copy", select, values="index")
+register("aten.select_backward", select_backward, values="index")
 register("aten.slice aten.slice_copy", slice_)
 register("aten.slice_backward", slice_backward)
 register("aten.narrow_copy", narrow_copy)
-register("aten.select_scatter", select_scatter)
+register("aten.select_scatter", select_scatter, values="index")
 register("aten.slice_scatter", slice_scatter)
 register("aten.split aten.split_copy aten.split_with_sizes aten.split_with_sizes_copy", split)
 register("aten.unsafe_split aten.unsafe_split_with_sizes aten.chunk aten.unsafe_chunk", split)
 register("aten.diagonal_backward", diagonal_backward)
 register("aten.diagonal_scatter", diagonal_scatter)
 register("aten.unfold_backward", unfold_backward)
-register("aten.tril aten.triu", triangle)
-register("aten.flip", flip)
-register("aten.roll", roll)
-register("aten.rot90", rot90)
-register("aten.constant_pad_nd", pad, values="value")
-register("aten.repeat", repeat)
+register("aten.tril aten.triu", triangle, values="diagonal")
