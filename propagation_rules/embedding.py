@@ -225,6 +225,29 @@ def _embedding_bag(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple
     return tuple(made)
 
 
+def _replicated(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
+    """`op` on replicated inputs, plain tensors among them counting as replicated."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, DTensor)]
+    mesh = tensors[0].device_mesh
+    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    with torch.no_grad():
+        local = [t.redistribute(placements=whole).to_local() if isinstance(t, DTensor) else t for t in args]
+        named = {
+            n: t.redistribute(placements=whole).to_local() if isinstance(t, DTensor) else t for n, t in kwargs.items()
+        }
+    got: torch.Tensor = op(*local, **named)
+    return DTensor(got, Spec.make(mesh, whole, got.shape, got.stride(), got.dtype), requires_grad=False)
+
+
+for _name in (
+    "_embedding_bag_backward",
+    "_embedding_bag_dense_backward",
+    "_embedding_bag_per_sample_weights_backward",
+):
+    _op = getattr(torch.ops.aten, _name).default
+    special(f"aten.{_name}.default")(lambda args, kwargs, op=_op: _replicated(op, args, kwargs))
+
+
 register("aten.embedding", embedding)
 register("aten.embedding_dense_backward", embedding_backward)
 register("aten.embedding_renorm", embedding_renorm, values="max_norm norm_type")

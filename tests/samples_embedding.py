@@ -67,3 +67,12 @@ BAGS = [
     )
     for mode in ("sum", "mean", "max")
 ]
+
+BAGS.append(
+    Sample(
+        "bag per sample weights",
+        lambda w, i, s: F.embedding_bag(i, w, per_sample_weights=s, mode="sum"),
+        (rand(9, 6), ints(9, 4, 3), rand(4, 3)),
+        pending=(),
+    )
+)
