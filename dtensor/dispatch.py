@@ -269,6 +269,8 @@ class Plan:
             self.execute = _simple_inplace(self.run)
         else:
             self.execute = self._general(structure)
+        if info.is_view:
+            self.execute = _as_base(self.execute)
 
     def local_inputs(self, local: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The local arguments after the moves and with static arguments made local."""
@@ -364,6 +366,19 @@ def _simple_one(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any
         return new(D, run(*local, **named) if named else run(*local), spec, requires_grad=False)
 
     return execute
+
+
+def _as_base(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """In inference mode a view of an ordinary tensor is an ordinary tensor, as in torch."""
+    inference = torch.is_inference_mode_enabled
+
+    def view(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        if inference() and not args[0].is_inference():
+            with torch.inference_mode(False):
+                return execute(local, named, args)
+        return execute(local, named, args)
+
+    return view
 
 
 def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: type) -> Callable[..., Any]:

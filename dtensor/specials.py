@@ -56,6 +56,12 @@ def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(flag.item())
 
 
+@special("aten.allclose.default")
+def _allclose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`torch.allclose`: the same answer on every rank."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
 @special("aten.is_same_size.default")
 def _is_same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0].shape == args[1].shape)
