@@ -261,6 +261,15 @@ def _mask_put(call: Call) -> Rule | None:
     return labelled(call, [labels, labels[d : d + mask.ndim], [None] * values.ndim], [labels], linear=(group,))
 
 
+# ------------------------------------------------------------ membership
+def isin(call: Call) -> Rule:
+    """Every element for itself, against all of the tested ones."""
+    elements = call.index("elements")
+    labels = every_dim(len(call.outputs[0].shape)) if call.outputs[0] is not None else []
+    inputs = [labels if i == elements else [None] * call.inputs[i].ndim for i in range(len(call.inputs))]
+    return labelled(call, inputs, [labels])
+
+
 register("aten.index_select", index_select)
 register("aten.index_add", index_add, values="alpha")
 register("aten.index_copy", index_copy)
@@ -274,3 +283,4 @@ register("aten.take", take)
 register("aten.put", put)
 register("aten.index aten._unsafe_index", index)
 register("aten.index_put aten._unsafe_index_put aten._index_put_impl", index_put)
+register("aten.isin", isin)

@@ -150,6 +150,7 @@ INDEXING = [
            grads=False),
     Sample("index_put row mask", lambda x, m, v: aten.index_put(x, [None, m], v),
            (rand(5, 4), rand(4, dtype=torch.bool), rand(1)), grads=False),
+    Sample("isin", lambda x, t: torch.isin(x, t), (ints(6, 5, 4), torch.tensor([1, 4]))),
     Sample("masked_fill", lambda x, m: x.masked_fill(m, 2.5), (rand(5, 4), rand(4, dtype=torch.bool))),
     Sample("put", lambda x, i, s: x.put(i, s, accumulate=True), (rand(5, 4), ints(20, 6), rand(6, seed=1))),
 ]
