@@ -94,7 +94,7 @@ def case_users_own_collectives(rank: int, world: int) -> None:
 
 @pytest.mark.processes
 def test_on_gloo() -> None:
-    run_ranks(4, [case_kinds_and_bytes, case_users_own_collectives]).check()
+    run_ranks(4, [case_kinds_and_bytes, case_users_own_collectives], timeout=180).check()
 
 
 def test_entering_starts_from_zero_also_after_an_exception() -> None:

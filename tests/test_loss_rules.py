@@ -112,7 +112,7 @@ ALL = [without_weight_grad(s) for s in (*SOFTMAX, *NLL, *CROSS)]
 @pytest.mark.parametrize("sample", ALL, ids=lambda s: s.name)
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
-    check_layouts(sample, mesh, limit=20).must_hold()
+    check_layouts(sample, mesh, limit=16).must_hold()
 
 
 @pytest.mark.parametrize("sample", ALL, ids=lambda s: s.name)
@@ -120,9 +120,9 @@ def test_strategies(sample: Sample) -> None:
     check_strategies(sample, (2, 3), limit=20).must_hold()
 
 
-@pytest.mark.parametrize("sample", ALL[::5], ids=lambda s: s.name)
+@pytest.mark.parametrize("sample", ALL[::9], ids=lambda s: s.name)
 def test_strategies_of_three_axes(sample: Sample) -> None:
-    check_strategies(sample, (2, 2, 2), limit=20).must_hold()
+    check_strategies(sample, (2, 2, 2), limit=12).must_hold()
 
 
 def test_a_mean_of_means_is_caught() -> None:
