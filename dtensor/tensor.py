@@ -21,7 +21,7 @@ from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.errors import LayoutError
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec, normalize_placements
+from dtensor.spec import Spec, contiguous_stride, normalize_placements
 
 __all__ = ["DTensor"]
 
@@ -372,11 +372,12 @@ def _redistribute(
     if dtype is not None and dtype is not spec.dtype:
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)
-    target = spec.with_placements(placed)
-    return cast(
-        DTensor,
-        new(DTensor, redistribute_local(local, spec, target, async_op=async_op), target, requires_grad=False),
-    )
+    if placed == spec.placements:
+        return cast(DTensor, new(DTensor, local, spec, requires_grad=False))
+    moved = redistribute_local(local, spec, spec.with_placements(placed), async_op=async_op)
+    # What has moved lies contiguous in memory, so the global strides say so: views are decided by them.
+    target = Spec.make(spec.mesh, placed, spec.shape, contiguous_stride(spec.shape), spec.dtype)
+    return cast(DTensor, new(DTensor, moved.contiguous(), target, requires_grad=False))
 
 
 def _whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
