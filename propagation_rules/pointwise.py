@@ -84,7 +84,8 @@ def sound_groups(call: Call, groups: Iterable[Linear]) -> tuple[Linear, ...]:
             some = [e for e in each if e != ops]
             ops = tuple(p for p in some[0] if all(p in e for e in some)) if some else ops
         elif any(is_exact(d) for d in dtypes):
-            drop = {"avg", "sum"} if torch.bool in dtypes else {"avg"}
+            wraps = any(s != d and ("sum", "sum") not in cast_passes(s, d) for s in dtypes for d in outs)
+            drop = {"avg", "sum"} if torch.bool in dtypes or wraps else {"avg"}
             ops = () if ("max", "min") in ops else tuple(p for p in ops if p[0] not in drop)
         if ops and not group.inputs & shared:
             found.append(Linear(group.inputs, ops, group.whole_outputs))
