@@ -54,8 +54,37 @@ class MovedSpec(Spec):
         return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
 
-def _version(t: torch.Tensor) -> int:
-    return -1 if t.is_inference() else t._version
+def _version(t: Any) -> int:
+    """A number that grows with every write to the tensor's memory through this engine or through autograd.
+
+    Tensors made in inference mode have no version counter; for them the writes are counted here.
+    """
+    if not t.is_inference():
+        return int(t._version)
+    return _written.get(_memory_of(t), _forgotten)
+
+
+_written: dict[int, int] = {}
+_writes = 0
+_forgotten = 0
+
+
+def _memory_of(t: Any) -> int:
+    return int(t._local_tensor.untyped_storage().data_ptr())
+
+
+def note_write(t: Any) -> None:
+    """Count a write, in inference mode, to a DTensor; or to each of a list of them."""
+    global _writes, _forgotten
+    for x in t if isinstance(t, (list, tuple)) else [t]:
+        _writes += 1
+        _written[_memory_of(x)] = _writes
+    if len(_written) > 4096:
+        _written.clear()
+        _forgotten = _writes
+
+
+_inference = torch.is_inference_mode_enabled
 
 
 class OpInfo:
@@ -335,6 +364,8 @@ class Plan:
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
             got = self.compute(local, named)
             if self.inplace:
+                if _inference():
+                    note_write(args[0])
                 if self.kernel is not None and structure == "one":
                     args[0]._local_tensor.copy_(got)
                 return args[0] if structure == "one" else None
@@ -394,6 +425,8 @@ def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: ty
 def _simple_inplace(run: Callable[..., Any]) -> Callable[..., Any]:
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         run(*local, **named)
+        if _inference():
+            note_write(args[0])
         return args[0]
 
     return execute

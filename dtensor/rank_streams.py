@@ -23,7 +23,7 @@ _WORDS = 624  # of a Mersenne twister; its position follows
 
 
 def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 class _Numpy:

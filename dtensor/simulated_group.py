@@ -74,7 +74,7 @@ class _Receive(Work):
         return self._source
 
 
-class SimulatedProcessGroup(_Group):  # type: ignore[misc]
+class SimulatedProcessGroup(_Group):
     """The process group of `ranks` (ascending) as the simulated rank of `world` sees it, which is one of them."""
 
     def __init__(self, world: SimulatedWorld, ranks: tuple[int, ...], name: str, desc: str = "undefined") -> None:

@@ -134,6 +134,8 @@ class DTensor(torch.Tensor):
             from dtensor.check import run_checks
 
             local_tensor = run_checks(local_tensor, mesh, placed, shape is None)
+        if stride is not None:
+            local_tensor = _in_order(local_tensor, stride)
         spec = _spec_of_local(local_tensor, mesh, placed, shape, stride)
         if local_tensor.requires_grad and torch.is_grad_enabled():
             return cast(DTensor, _FromLocal.apply(local_tensor, spec, grads))
@@ -414,6 +416,22 @@ class _ToLocal(torch.autograd.Function):
         stride = _stride_like(grad, spec.shape)
         made = DTensor.from_local(grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride)
         return made, None
+
+
+def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """`local` itself where its dims lie in memory in the order of `stride`, else a copy that does.
+
+    Views are decided by the global strides, so the local ones must agree with them.
+    """
+    if len(stride) != local.ndim:
+        return local
+    dims = [d for d in range(local.ndim) if local.shape[d] > 1]
+    asked = [local.stride(d) for d in sorted(dims, key=lambda d: -stride[d])]
+    if asked == sorted(asked, reverse=True):
+        return local
+    order = sorted(range(local.ndim), key=lambda d: (-stride[d], d))
+    back = sorted(range(local.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
 
 
 def _dense(t: torch.Tensor) -> bool:

@@ -24,13 +24,16 @@ def cast_passes(src: torch.dtype, dst: torch.dtype) -> Ops:
     """The reductions that casting `src` to `dst` passes.
 
     All where nothing is cast; none from booleans, to booleans and from floating to integer, which round.
-    Averages of integers are rounded themselves, so they pass no cast.
+    Averages of integers are rounded themselves, so they pass no cast. The parts of an unsigned sum may have
+    wrapped around: they add up in their own dtype only.
     """
     if src == dst:
         return (("*", "*"),)
     order = (("max", "max"), ("min", "min"))
     if src == torch.bool or dst == torch.bool:
         return ()
+    if not src.is_signed:
+        return order if not dst.is_complex and (dst.is_floating_point or dst.itemsize > src.itemsize) else ()
     if dst.is_floating_point:
         if src.is_complex:
             return ()
@@ -38,5 +41,5 @@ def cast_passes(src: torch.dtype, dst: torch.dtype) -> Ops:
     if dst.is_complex:
         return (("sum", "sum"),) if is_exact(src) else (("sum", "sum"), ("avg", "avg"))
     if is_exact(src) and dst.itemsize >= src.itemsize:
-        return (("sum", "sum"), *order) if src.is_signed and dst.is_signed else (("sum", "sum"),)
+        return (("sum", "sum"), *order) if dst.is_signed else (("sum", "sum"),)
     return ()

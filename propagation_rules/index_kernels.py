@@ -110,7 +110,7 @@ def _read(ctx: KernelContext) -> torch.Tensor:
         return x.new_zeros(out.local_shape)
     got = _call(ctx, _with_slots(ctx, slots))
     if here:
-        mine = torch.stack(torch.broadcast_tensors(*here.values())).all(0)  # type: ignore[no-untyped-call]
+        mine = torch.stack(torch.broadcast_tensors(*here.values())).all(0)
         got = torch.where(_spread(ctx, mine, got.ndim, list(pointed), pointed), got, torch.zeros_like(got))
     return got
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -214,3 +215,11 @@ def test_pinned_torch_is_the_one_that_runs() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for requirement in [*extras["dev"], *extras["plot"], "numpy", "networkx"]:
         assert re.split(r"[<>=]", requirement)[0] in pins, f"{requirement} is not pinned in constraints.txt"
+
+
+def test_a_script_called_loss_can_import_the_package(tmp_path: Path) -> None:
+    script = tmp_path / "loss.py"
+    script.write_text("import dtensor\nfrom loss import loss_parallel\nprint(loss_parallel.__module__)\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.startswith("loss.")
