@@ -279,14 +279,17 @@ def _in_composite(rule: Rule, f: int) -> bool:
 
 
 # ------------------------------------------------------------ refinement
-def refine(rule: Rule, specs: Sequence[Spec]) -> Rule:
+def refine(rule: Rule, specs: Sequence[Spec], only: Iterable[int] | None = None) -> Rule:
     """Split factors where an input arrives with a split factor, so that rules follow such layouts.
 
     `(8, 4)` with dim 1 cut over an axis of 2 flattens to `32@x:8`. A pointwise op on it has the factor
     a = 32; splitting a into (8, 4) makes the second part the one that is cut, and the output the same.
-    Factors that are whole, or that do not divide, are left alone (the input is then moved).
+    Factors that are whole, or that do not divide, are left alone (the input is then moved). `only`: look at
+    these inputs only.
     """
     for i, spec in enumerate(specs):
+        if only is not None and i not in only:
+            continue
         for axis, p in enumerate(spec.placements):
             if isinstance(p, StridedShard) and p.split_factor > 1:
                 split = _find_split(rule, i, spec, axis, p)

@@ -82,7 +82,17 @@ def decide(
     keep: Keep | None = None,
 ) -> Decision | None:
     """The cheapest strategy for these layouts; None when none is legal (only possible with `keep`)."""
-    return next(_search(op, rule, inputs, outputs, mesh, keep or {}, best_only=True), None)
+    keep = keep or {}
+    refined = refine(rule, inputs)
+    best = next(_search(op, refined, inputs, outputs, mesh, keep, best_only=True), None)
+    if refined is rule or (best is not None and best.cost == 0):
+        return best
+    # The split factor of one input may not suit the layout of another: perhaps that one should move instead.
+    for other in {id(r): r for r in (refine(rule, inputs, only=keep), rule) if r is not refined}.values():
+        found = next(_search(op, other, inputs, outputs, mesh, keep, best_only=True), None)
+        if found is not None and (best is None or found.cost < best.cost):
+            best = found
+    return best
 
 
 def all_decisions(
@@ -93,14 +103,13 @@ def all_decisions(
 
     `pending` replaces the reductions that are tried for linear groups (default: those of the inputs).
     """
-    return _search(op, rule, inputs, outputs, mesh, keep or {}, best_only=False, pending=pending)
+    return _search(op, refine(rule, inputs), inputs, outputs, mesh, keep or {}, best_only=False, pending=pending)
 
 
 def _search(
     op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh,
     keep: Keep, best_only: bool, pending: Iterable[str] | None = None,
 ) -> Iterator[Decision]:  # fmt: skip
-    rule = refine(rule, inputs)
     if pending is None:
         pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
     choices = [c for c in rule.choices(pending, carried_splits(rule, inputs)) if not _truncates(c, inputs)]

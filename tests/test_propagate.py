@@ -154,3 +154,17 @@ def test_all_ranks_decide_alike() -> None:
         return str(decide("mm", mm_rule(7, 5, 3), ins, [meta(7, 3)], mesh))
 
     assert len(set(dtensor.simulate(4)(run))) == 1
+
+
+def test_another_inputs_split_factor_does_not_bind_a_written_tensor() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = dtensor.zeros(12, 4, device_mesh=mesh, placements=[S0, S0])
+        y = dtensor.distribute_tensor(torch.ones(3, 4, 4), mesh, [R, S1]).flatten(0, 1)
+        assert y.placements == (R, StridedShard(0, split_factor=3))
+        x.copy_(y)
+        x.add_(y)
+        assert x.placements == (S0, S0) and torch.equal(x.full_tensor(), torch.full((12, 4), 2.0))
+        assert torch.equal((x + y).full_tensor(), torch.full((12, 4), 3.0))
+
+    dtensor.simulate(4)(run)
