@@ -9,6 +9,7 @@ Names and signatures follow `torch.distributed.tensor`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -250,8 +251,18 @@ class DTensor(torch.Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused: a DTensor is no single buffer. Use `x.full_tensor().numpy()` or `x.to_local().numpy()`."""
-        raise RuntimeError("numpy() of a DTensor: use x.full_tensor().numpy() or x.to_local().numpy()")
+        """The whole tensor as an array, the same on every rank (gathers; a copy, unlike `to_local().numpy()`)."""
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a DTensor that requires grad: use x.detach().numpy()")
+        with torch.no_grad():
+            return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def data_ptr(self) -> int:
+        """Address of this rank's part: tells shared parameters apart, as for plain tensors."""
+        return self._local_tensor.data_ptr()
 
     def view(self, *args: Any) -> DTensor:
         """As `torch.Tensor.view`: shares memory. Raises LayoutError where the shards would have to move."""
@@ -288,9 +299,22 @@ class DTensor(torch.Tensor):
         return None if expected_type is not None else self.redistribute(placements=context[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        local = self._local_tensor.detach()
-        state = {k: v for k, v in self.__dict__.items() if k != "_backward_hooks"} if hasattr(self, "__dict__") else {}
-        return _rebuild, (local, self._spec, self.requires_grad, state)
+        return _rebuild, (self._local_tensor.detach(), _settled(self), self.requires_grad, _own_attributes(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment; use x.detach() first"
+            )
+        made: DTensor | None = memo.get(id(self))
+        if made is None:
+            made = DTensor(self._local_tensor.detach().clone(), _settled(self), requires_grad=self.requires_grad)
+            memo[id(self)] = made
+            made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in _own_attributes(self).items()})
+            if self.grad is not None:
+                made.grad = copy.deepcopy(self.grad, memo)
+        return made
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         from dtensor.checkpoint import write_items
@@ -321,6 +345,15 @@ def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, state: dict[s
     made = DTensor(local, spec, requires_grad=requires_grad)
     made.__dict__.update(state)
     return made
+
+
+def _own_attributes(x: DTensor) -> dict[str, Any]:
+    """What was set on this object, less what is made anew with a copy."""
+    return {k: v for k, v in x.__dict__.items() if k not in ("_backward_hooks", "_watched")}
+
+
+def _settled(x: DTensor) -> Spec:
+    return x._spec.settled() if isinstance(x._spec, _dispatch.MovedSpec) else x._spec
 
 
 def _waited(t: torch.Tensor) -> torch.Tensor:
