@@ -64,7 +64,16 @@ def run_reshard(plan: ReshardPlan, local: torch.Tensor, *, async_op: bool = Fals
                 "DTensor.from_local(local, mesh, placements, shape=global_shape, stride=global_stride)",
             )
         )
+    if local.is_conj() or local.is_neg():
+        local = _resolved(local)
     return bound[0](local, async_op)
+
+
+def _resolved(local: torch.Tensor) -> torch.Tensor:
+    """`local` without lazy conjugation or negation, which ops ignore where torch dispatches for a subclass."""
+    if local.is_conj():
+        local = torch.conj_physical(local.conj())
+    return torch.neg(torch._neg_view(local)) if local.is_neg() else local
 
 
 def _bind(plan: ReshardPlan) -> Run:

@@ -202,3 +202,21 @@ def test_metadata_changing_inplace_views() -> None:
         torch.testing.assert_close((x + 1).full_tensor(), rand(6, 1, 4).squeeze(1).t() + 1)
 
     on(2, f)
+
+
+def test_lazy_conjugates_and_negations_move_as_values() -> None:
+    def f(mesh):
+        x = torch.complex(rand(4, 6), rand(4, 6, seed=1))
+        for placed in (S0, S1, R, P):
+            t = make(x, mesh, [placed])
+            for call in (
+                lambda t: t @ t.mH,
+                lambda t: torch.nn.functional.linear(t, t.conj()),
+                torch.cov,
+                lambda t: torch.cat([t.conj(), t]),
+                lambda t: t.conj().imag * 1,
+                lambda t: torch.bmm(t[None], t.mH[None]),
+            ):
+                torch.testing.assert_close(call(t).full_tensor().resolve_conj(), call(x), rtol=1e-4, atol=1e-4)
+
+    on(2, f)
