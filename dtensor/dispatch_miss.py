@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import MovedSpec, Op, OpInfo, Plan
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, NoRuleError, explain_error
 from dtensor.factors import Rule
-from dtensor.placement import Replicate
+from dtensor.placement import Replicate, Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, flat_inputs
 from dtensor.spec import Spec, TensorMeta
@@ -186,9 +187,49 @@ def miss(
     plan = Plan(info, call, decision, structure, names)
     result = plan.execute(local, named, args)
     if not info.written:
-        check_locals(decision, result)
+        own = plan.kernel is None and plan.run is info.run
+        actual = actual_outputs(decision, result) if own else decision
+        if actual is not decision:
+            plan = Plan(info, call, actual, structure, names)
+            result = _rewrapped(result, actual)
+        check_locals(actual, result)
     hot.store(info, key, plan.execute)
     return result
+
+
+def actual_outputs(decision: Decision, result: Any) -> Decision:
+    """The decision with the metadata that the local op really gave, where torch's shape function says otherwise.
+
+    Kernels of one device may give statistics of another dtype, or empty ones. Dtypes, and the shapes of results
+    that nothing cuts, are the same on all ranks, so this is a global fact.
+    """
+    many = result if isinstance(result, (list, tuple)) else [result]
+    outs = list(decision.outputs)
+    for i, (t, spec) in enumerate(zip(many, outs, strict=False)):
+        if spec is None or not _is(t) or spec.mesh.coord is None:
+            continue
+        got = t._local_tensor
+        if got.shape == spec.local_shape and got.dtype == spec.dtype:
+            continue
+        shape: Sequence[int] = spec.shape
+        stride: Sequence[int] = spec.stride
+        if not any(isinstance(p, (Shard, StridedShard)) for p in spec.placements):
+            shape, stride = got.shape, got.stride()
+        outs[i] = Spec.make(spec.mesh, spec.placements, shape, stride, got.dtype)
+    return decision if outs == list(decision.outputs) else replace(decision, outputs=tuple(outs))
+
+
+def _rewrapped(result: Any, decision: Decision) -> Any:
+    """`result` with the specs of `decision`; views that had to move data keep their mark."""
+
+    def again(t: Any, spec: Spec | None) -> Any:
+        if spec is None or not _is(t) or isinstance(t._spec, MovedSpec):
+            return t
+        return hot._new(hot._DTensor, t._local_tensor, spec, requires_grad=False)
+
+    if isinstance(result, (list, tuple)):
+        return type(result)(again(t, s) for t, s in zip(result, decision.outputs, strict=True))
+    return again(result, decision.outputs[0])
 
 
 def _check_view(info: OpInfo, call: Call, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

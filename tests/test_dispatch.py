@@ -220,3 +220,17 @@ def test_lazy_conjugates_and_negations_move_as_values() -> None:
                 torch.testing.assert_close(call(t).full_tensor().resolve_conj(), call(x), rtol=1e-4, atol=1e-4)
 
     on(2, f)
+
+
+def test_metadata_follows_the_local_op_where_torchs_shape_function_differs() -> None:
+    def f(mesh):
+        x = rand(4, 6).bfloat16()
+        for placed in (S0, R):
+            for _ in range(2):  # the first call and a cached one
+                got = torch.native_layer_norm(make(x, mesh, [placed]), [6], None, None, 1e-5)
+                want = torch.native_layer_norm(x, [6], None, None, 1e-5)
+                for g, w in zip(got, want, strict=True):
+                    assert g.dtype == w.dtype == g.to_local().dtype
+                    torch.testing.assert_close(g.full_tensor(), w, rtol=2e-2, atol=2e-2)
+
+    on(2, f)
