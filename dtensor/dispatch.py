@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dtensor import random as rng
+from dtensor.errors import LayoutError, explain_error
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
 from dtensor.propagate import Decision
@@ -42,7 +43,9 @@ class MovedSpec(Spec):
 
     @classmethod
     def of(cls, spec: Spec, base: Any) -> MovedSpec:
-        """`spec`, marked."""
+        """`spec`, marked; of the base's own base when that is such a view itself."""
+        if isinstance(base._spec, MovedSpec):
+            base = base._spec.base
         made = cls._new(spec.mesh, spec.placements, tuple(spec.shape), spec.stride, spec.dtype)
         if not isinstance(made, MovedSpec):
             raise TypeError("MovedSpec was made as another class")
@@ -52,6 +55,33 @@ class MovedSpec(Spec):
     def settled(self) -> Spec:
         """The ordinary spec of the same value."""
         return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
+
+def settled_spec(x: Any, call: str) -> Spec:
+    """The ordinary spec of a DTensor that is about to be read by `call`; LayoutError when it is a stale view."""
+    spec: Spec = x._spec
+    if not isinstance(spec, MovedSpec):
+        return spec
+    if spec.version != _version(spec.base):
+        raise LayoutError(
+            explain_error(
+                call, str(spec), "a view that had to move data does not see the writes that its base got since",
+                "take the view again after writing, or clone() the base before",
+            )
+        )  # fmt: skip
+    return spec.settled()
+
+
+def _refuse_strict(call: Call, decision: Decision) -> None:
+    """`view()` asked for by a user shares memory or is an error."""
+    given, wanted = next((g, w) for g, w in zip(call.inputs, decision.inputs, strict=True) if g is not w)
+    raise LayoutError(
+        explain_error(
+            decision.op, f"{given} to {[None if s is None else list(s.shape) for s in decision.outputs]}",
+            f"this view cannot be expressed on the shards: its input would have to move to {wanted}",
+            f"x.redistribute(placements={list(wanted.placements)}) first, or use reshape(), which may copy",
+        )
+    )  # fmt: skip
 
 
 def _version(t: Any) -> int:
@@ -362,6 +392,8 @@ class Plan:
         moved_view = view and bool(self.moves)
 
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+            if moved_view and getattr(_flags, "strict_views", False):
+                _refuse_strict(self.call, self.decision)
             got = self.compute(local, named)
             if self.inplace:
                 if _inference():

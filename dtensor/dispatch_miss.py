@@ -182,7 +182,6 @@ def miss(
     decision = decide(info.name, rule, call.inputs, outs, call.inputs[0].mesh, keep)
     if decision is None:
         raise _cannot_keep(info, args, kwargs)
-    _check_view(info, call, decision, args, kwargs)
     names = [a.name for a in info.func._schema.arguments][: len(args)]
     plan = Plan(info, call, decision, structure, names)
     result = plan.execute(local, named, args)
@@ -230,19 +229,6 @@ def _rewrapped(result: Any, decision: Decision) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(again(t, s) for t, s in zip(result, decision.outputs, strict=True))
     return again(result, decision.outputs[0])
-
-
-def _check_view(info: OpInfo, call: Call, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if info.is_view and getattr(hot._flags, "strict_views", False):
-        for given, wanted in zip(call.inputs, decision.inputs, strict=True):
-            if given is not wanted:
-                raise LayoutError(
-                    explain_error(
-                        info.name, layouts(args, kwargs),
-                        f"this view cannot be expressed on the shards: its input would have to move to {wanted}",
-                        f"x.redistribute(placements={list(wanted.placements)}) first, or use reshape(), which may copy",
-                    )
-                )  # fmt: skip
 
 
 def check_locals(decision: Decision, result: Any) -> None:
@@ -468,16 +454,8 @@ def _settle(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def settle(a: Any) -> Any:
         if not _is(a) or not isinstance(a._spec, MovedSpec):
             return a
-        if a._spec.version != hot._version(a._spec.base):
-            raise LayoutError(
-                explain_error(
-                    info.name, layouts(args, kwargs),
-                    "a view that had to move data does not see the writes that its base got since",
-                    "take the view again after writing, or clone() the base before",
-                )
-            )  # fmt: skip
         origin.append(a._spec.base)
-        return hot._new(hot._DTensor, a._local_tensor, a._spec.settled(), requires_grad=False)
+        return hot._new(hot._DTensor, a._local_tensor, hot.settled_spec(a, info.name), requires_grad=False)
 
     params = info.func._schema.arguments
     for name, a in [*zip((p.name for p in params), args, strict=False), *kwargs.items()]:
@@ -491,9 +469,9 @@ def _settle(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )  # fmt: skip
     new_args, new_kwargs = _map(settle, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
-    if info.is_view:
+    if info.is_view:  # also of the first base, if it has moved again: the temporary wrapper above is never written
         for t in result if isinstance(result, (list, tuple)) else [result]:
-            if _is(t) and not isinstance(t._spec, MovedSpec):
+            if _is(t):
                 t._spec = MovedSpec.of(t._spec, origin[0])
     return result
 

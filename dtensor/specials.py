@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _local_of(x: Any, placements: tuple[Any, ...]) -> torch.Tensor:
-    spec = x._spec.settled() if isinstance(x._spec, hot.MovedSpec) else x._spec
+    spec = hot.settled_spec(x, "reading values")
     return redistribute_local(x._local_tensor, spec, spec.with_placements(placements))
 
 

@@ -19,7 +19,6 @@ from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.device_mesh import DeviceMesh, as_mesh
-from dtensor.errors import LayoutError
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
@@ -151,7 +150,7 @@ class DTensor(torch.Tensor):
         the tensor's own, Partial as Replicate.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
-            _check_fresh(self)
+            _dispatch.settled_spec(self, "to_local")
             return self._local_tensor
         grads = None
         if grad_placements is not None:
@@ -276,8 +275,9 @@ class DTensor(torch.Tensor):
 
     # ------------------------------------------------------------ protocols
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        spec = _dispatch.settled_spec(self, "__tensor_flatten__")
         return ["_local_tensor", "device_mesh"], (
-            self._spec.placements, self._spec.tensor_meta, None, self.requires_grad,
+            spec.placements, spec.tensor_meta, None, self.requires_grad,
         )  # fmt: skip
 
     @staticmethod
@@ -299,7 +299,8 @@ class DTensor(torch.Tensor):
         return None if expected_type is not None else self.redistribute(placements=context[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._local_tensor.detach(), _settled(self), self.requires_grad, _own_attributes(self))
+        spec = _dispatch.settled_spec(self, "pickle")
+        return _rebuild, (self._local_tensor.detach(), spec, self.requires_grad, _own_attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -309,7 +310,8 @@ class DTensor(torch.Tensor):
             )
         made: DTensor | None = memo.get(id(self))
         if made is None:
-            made = DTensor(self._local_tensor.detach().clone(), _settled(self), requires_grad=self.requires_grad)
+            spec = _dispatch.settled_spec(self, "deepcopy")
+            made = DTensor(self._local_tensor.detach().clone(), spec, requires_grad=self.requires_grad)
             memo[id(self)] = made
             made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in _own_attributes(self).items()})
             if self.grad is not None:
@@ -352,20 +354,8 @@ def _own_attributes(x: DTensor) -> dict[str, Any]:
     return {k: v for k, v in x.__dict__.items() if k not in ("_backward_hooks", "_watched")}
 
 
-def _settled(x: DTensor) -> Spec:
-    return x._spec.settled() if isinstance(x._spec, _dispatch.MovedSpec) else x._spec
-
-
 def _waited(t: torch.Tensor) -> torch.Tensor:
     return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t  # type: ignore[attr-defined]
-
-
-def _check_fresh(x: DTensor) -> None:
-    spec = x._spec
-    if isinstance(spec, _dispatch.MovedSpec) and spec.version != _dispatch._version(spec.base):
-        raise LayoutError(
-            f"to_local of a view that had to move data, {spec}, whose base was written to since; take the view again"
-        )
 
 
 def _spec_of_local(
@@ -400,10 +390,7 @@ def _redistribute(
     x: DTensor, placed: tuple[Placement, ...], async_op: bool = False, dtype: torch.dtype | None = None
 ) -> DTensor:
     """Layout change without autograd."""
-    _check_fresh(x)
-    local, spec = x._local_tensor, x._spec
-    if isinstance(spec, _dispatch.MovedSpec):
-        spec = spec.settled()
+    local, spec = x._local_tensor, _dispatch.settled_spec(x, "redistribute")
     if dtype is not None and dtype is not spec.dtype:
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)
@@ -436,8 +423,8 @@ class _FromLocal(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
-        _check_fresh(x)
-        ctx.spec, ctx.placements = x._spec, grads if grads is not None else _whole(x._spec.placements)
+        ctx.spec = _dispatch.settled_spec(x, "to_local")
+        ctx.placements = grads if grads is not None else _whole(ctx.spec.placements)
         local = x._local_tensor
         return local.view_as(local)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dtensor.dispatch import special
+from dtensor.dispatch import MovedSpec, settled_spec, special
 from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.reshard_run import redistribute_local
@@ -124,6 +124,10 @@ def fused_step(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
     plain = ("state_steps", "grads")
     for key, values in lists.items():
         for p, t in zip(lists["self"], values, strict=False):
+            if isinstance(t, DTensor):
+                settled_spec(t, name)  # a stale view is refused
+                if isinstance(t._spec, MovedSpec) and key not in plain:
+                    raise LayoutError(f"{name}: {key} is a view that had to move data; writing into it would be lost")
             if not isinstance(p, DTensor):
                 if isinstance(t, DTensor):
                     raise LayoutError(f"{name}: {key} is a DTensor ({t._spec}), its parameter a plain tensor")

@@ -152,15 +152,43 @@ def test_a_view_that_moved_data_is_never_stale_and_never_written() -> None:
         with pytest.raises(LayoutError, match="would not reach its base"):
             row[:2].mul_(2)
         x.add_(1)
-        for read in (lambda: row + 1, row.full_tensor, row.to_local, lambda: row.redistribute(placements=[R])):
+        for read in (
+            lambda: row + 1, row.full_tensor, row.to_local, lambda: row.redistribute(placements=[R]), row.tolist,
+            lambda: torch.equal(row, row), lambda: pickle.dumps(row), lambda: copy.deepcopy(row),
+        ):  # fmt: skip
             with pytest.raises(LayoutError, match="view"):
                 read()
         torch.testing.assert_close(x[1].full_tensor(), rand(6, 4)[1] + 1)
+        inner = x[1:3][1][:2]
+        x.mul_(2)
+        for stale in (inner, x[4:6]):
+            if stale is inner:
+                with pytest.raises(LayoutError, match="view"):
+                    (stale + 0).full_tensor()
+            else:
+                torch.testing.assert_close(stale.full_tensor(), 2 * (rand(6, 4)[4:6] + 1))
+        with torch.inference_mode():
+            y = make(rand(6, 4), mesh, [Shard(0)])
+            part = y[1:3]
+            y.mul_(2)
+            with pytest.raises(LayoutError, match="view"):
+                part.full_tensor()
         column = x[:, 1]
         column.zero_()
         assert x.full_tensor()[:, 1].abs().sum() == 0
 
     on(3, f)
+
+
+def test_view_is_strict_whatever_was_called_before() -> None:
+    def f(mesh):
+        x = make(rand(4, 6), mesh, [Shard(1)])
+        for _ in range(2):
+            torch.testing.assert_close(x.reshape(6, 4).full_tensor(), rand(4, 6).reshape(6, 4))
+            with pytest.raises(LayoutError, match="cannot be expressed"):
+                x.view(6, 4)
+
+    on(2, f)
 
 
 def test_ranks_outside_the_mesh_hold_nothing() -> None:
