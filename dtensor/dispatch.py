@@ -21,6 +21,7 @@ from dtensor import random as rng
 from dtensor.errors import LayoutError, explain_error
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
+from dtensor.moved import MovedSpec, note_writes, watching
 from dtensor.propagate import Decision
 from dtensor.registry import Call, Entry, lookup, on_clear, op_name
 from dtensor.reshard_run import redistribute_local
@@ -32,44 +33,6 @@ MAX_PLANS = 65536
 """Plans kept over all ops; the oldest op tables are dropped beyond."""
 
 Op = torch._ops.OpOverload
-
-
-class MovedSpec(Spec):
-    """Spec of a view that had to move data: `base` was at `version` then. Never interned, never cached."""
-
-    __slots__ = ("base", "version")
-    base: Any
-    version: int
-
-    @classmethod
-    def of(cls, spec: Spec, base: Any) -> MovedSpec:
-        """`spec`, marked; of the base's own base when that is such a view itself."""
-        if isinstance(base._spec, MovedSpec):
-            base = base._spec.base
-        made = cls._new(spec.mesh, spec.placements, tuple(spec.shape), spec.stride, spec.dtype)
-        if not isinstance(made, MovedSpec):
-            raise TypeError("MovedSpec was made as another class")
-        made.base, made.version = base, _version(base)
-        return made
-
-    def settled(self) -> Spec:
-        """The ordinary spec of the same value."""
-        return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
-
-
-def settled_spec(x: Any, call: str) -> Spec:
-    """The ordinary spec of a DTensor that is about to be read by `call`; LayoutError when it is a stale view."""
-    spec: Spec = x._spec
-    if not isinstance(spec, MovedSpec):
-        return spec
-    if spec.version != _version(spec.base):
-        raise LayoutError(
-            explain_error(
-                call, str(spec), "a view that had to move data does not see the writes that its base got since",
-                "take the view again after writing, or clone() the base before",
-            )
-        )  # fmt: skip
-    return spec.settled()
 
 
 def _refuse_strict(call: Call, decision: Decision) -> None:
@@ -84,45 +47,12 @@ def _refuse_strict(call: Call, decision: Decision) -> None:
     )  # fmt: skip
 
 
-def _version(t: Any) -> int:
-    """A number that grows with every write to the tensor's memory through this engine or through autograd.
-
-    Tensors made in inference mode have no version counter; for them the writes are counted here.
-    """
-    if not t.is_inference():
-        return int(t._version)
-    return _written.get(_memory_of(t), _forgotten)
-
-
-_written: dict[int, int] = {}
-_writes = 0
-_forgotten = 0
-
-
-def _memory_of(t: Any) -> int:
-    return int(t._local_tensor.untyped_storage().data_ptr())
-
-
-def note_write(t: Any) -> None:
-    """Count a write, in inference mode, to a DTensor; or to each of a list of them."""
-    global _writes, _forgotten
-    for x in t if isinstance(t, (list, tuple)) else [t]:
-        _writes += 1
-        _written[_memory_of(x)] = _writes
-    if len(_written) > 4096:
-        _written.clear()
-        _forgotten = _writes
-
-
-_inference = torch.is_inference_mode_enabled
-
-
 class OpInfo:
     """What dispatch knows about one overload, made at its first use."""
 
     __slots__ = (
         "entry", "func", "is_view", "kind", "name", "plans", "run", "special", "tensor_outs", "value_args",
-        "value_names", "written",
+        "value_names", "written", "written_at",
     )  # fmt: skip
 
     def __init__(self, func: Op) -> None:
@@ -133,6 +63,7 @@ class OpInfo:
         self.special = _specials.get(self.name)
         args = schema.arguments
         self.written = tuple(a.name for a in args if a.alias_info is not None and a.alias_info.is_write)
+        self.written_at = tuple(i for i, a in enumerate(args) if a.name in self.written)
         self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
         packet = self.name.split(".")[1]
         self.kind = (
@@ -297,6 +228,7 @@ class Plan:
         "places",
         "run",
         "seed",
+        "written",
     )
 
     def __init__(self, info: OpInfo, call: Call, decision: Decision, structure: str, arg_names: Sequence[str]) -> None:
@@ -314,7 +246,7 @@ class Plan:
         self.overrides = dict(given)
         outs = decision.outputs
         self.out: Any = outs[0] if structure == "one" else outs
-        self.inplace = bool(info.written)
+        self.inplace, self.written = bool(info.written), info.written_at
         self.seed = info.entry is not None and info.entry.random and bound is None
         outside = call.inputs[0].mesh.coord is None
         simple = not (self.moves or self.overrides or self.kernel or self.inplace or self.seed or outside)
@@ -325,7 +257,7 @@ class Plan:
         elif simple and structure != "none":
             self.execute = _simple_many(self.run, outs, list if structure == "list" else tuple)
         elif self.inplace and not (self.moves or self.overrides or self.kernel or self.seed) and structure == "one":
-            self.execute = _simple_inplace(self.run)
+            self.execute = _simple_inplace(self.run, self.written)
         else:
             self.execute = self._general(structure)
         if info.is_view:
@@ -396,8 +328,8 @@ class Plan:
                 _refuse_strict(self.call, self.decision)
             got = self.compute(local, named)
             if self.inplace:
-                if _inference():
-                    note_write(args[0])
+                if watching():
+                    note_writes(*(args[i] for i in self.written if i < len(args)))
                 if self.kernel is not None and structure == "one":
                     args[0]._local_tensor.copy_(got)
                 return args[0] if structure == "one" else None
@@ -454,11 +386,11 @@ def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: ty
     return execute
 
 
-def _simple_inplace(run: Callable[..., Any]) -> Callable[..., Any]:
+def _simple_inplace(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         run(*local, **named)
-        if _inference():
-            note_write(args[0])
+        if watching():
+            note_writes(*(args[i] for i in written if i < len(args)))
         return args[0]
 
     return execute

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
-from dtensor.dispatch import OpInfo, note_write
+from dtensor.dispatch import OpInfo
 from dtensor.dispatch_miss import make_call, notice, output_metas, replicated_rule
 from dtensor.errors import LayoutError, MeshError, explain_error
+from dtensor.moved import note_writes, watching
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
@@ -46,8 +47,8 @@ class ListPlan:
                         box[at][i] = redistribute_local(box[at][i], src, dst)
             got = run(*local, **named)
             if not returns:
-                if hot._inference():
-                    note_write(args[0])
+                if watching():
+                    note_writes(*(args[i] for i in info.written_at if i < len(args)))
                 return args[0] if info.func._schema.returns else None
             return [None if s is None else new(D, g, s, requires_grad=False) for g, s in zip(got, outs, strict=True)]
 

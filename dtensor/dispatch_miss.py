@@ -15,9 +15,10 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
-from dtensor.dispatch import MovedSpec, Op, OpInfo, Plan
+from dtensor.dispatch import Op, OpInfo, Plan
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, NoRuleError, explain_error
 from dtensor.factors import Rule
+from dtensor.moved import MovedSpec, settled_spec
 from dtensor.placement import Replicate, Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, flat_inputs
@@ -455,7 +456,7 @@ def _settle(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is(a) or not isinstance(a._spec, MovedSpec):
             return a
         origin.append(a._spec.base)
-        return hot._new(hot._DTensor, a._local_tensor, hot.settled_spec(a, info.name), requires_grad=False)
+        return hot._new(hot._DTensor, a._local_tensor, settled_spec(a, info.name), requires_grad=False)
 
     params = info.func._schema.arguments
     for name, a in [*zip((p.name for p in params), args, strict=False), *kwargs.items()]:

@@ -13,6 +13,7 @@ import torch
 from dtensor import dispatch as hot
 from dtensor.dispatch import special
 from dtensor.errors import LayoutError, MixedTensorError
+from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Replicate
 from dtensor.reshard_run import redistribute_local
 
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _local_of(x: Any, placements: tuple[Any, ...]) -> torch.Tensor:
-    spec = hot.settled_spec(x, "reading values")
+    spec = settled_spec(x, "reading values")
     return redistribute_local(x._local_tensor, spec, spec.with_placements(placements))
 
 

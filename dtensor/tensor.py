@@ -19,6 +19,7 @@ from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
@@ -150,7 +151,7 @@ class DTensor(torch.Tensor):
         the tensor's own, Partial as Replicate.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
-            _dispatch.settled_spec(self, "to_local")
+            settled_spec(self, "to_local")
             return self._local_tensor
         grads = None
         if grad_placements is not None:
@@ -275,7 +276,7 @@ class DTensor(torch.Tensor):
 
     # ------------------------------------------------------------ protocols
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        spec = _dispatch.settled_spec(self, "__tensor_flatten__")
+        spec = settled_spec(self, "__tensor_flatten__")
         return ["_local_tensor", "device_mesh"], (
             spec.placements, spec.tensor_meta, None, self.requires_grad,
         )  # fmt: skip
@@ -299,7 +300,7 @@ class DTensor(torch.Tensor):
         return None if expected_type is not None else self.redistribute(placements=context[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        spec = _dispatch.settled_spec(self, "pickle")
+        spec = settled_spec(self, "pickle")
         return _rebuild, (self._local_tensor.detach(), spec, self.requires_grad, _own_attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -310,7 +311,7 @@ class DTensor(torch.Tensor):
             )
         made: DTensor | None = memo.get(id(self))
         if made is None:
-            spec = _dispatch.settled_spec(self, "deepcopy")
+            spec = settled_spec(self, "deepcopy")
             made = DTensor(self._local_tensor.detach().clone(), spec, requires_grad=self.requires_grad)
             memo[id(self)] = made
             made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in _own_attributes(self).items()})
@@ -390,7 +391,7 @@ def _redistribute(
     x: DTensor, placed: tuple[Placement, ...], async_op: bool = False, dtype: torch.dtype | None = None
 ) -> DTensor:
     """Layout change without autograd."""
-    local, spec = x._local_tensor, _dispatch.settled_spec(x, "redistribute")
+    local, spec = x._local_tensor, settled_spec(x, "redistribute")
     if dtype is not None and dtype is not spec.dtype:
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)
@@ -423,7 +424,7 @@ class _FromLocal(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
-        ctx.spec = _dispatch.settled_spec(x, "to_local")
+        ctx.spec = settled_spec(x, "to_local")
         ctx.placements = grads if grads is not None else _whole(ctx.spec.placements)
         local = x._local_tensor
         return local.view_as(local)

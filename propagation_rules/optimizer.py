@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dtensor.dispatch import MovedSpec, settled_spec, special
+from dtensor.dispatch import special
 from dtensor.errors import LayoutError, explain_error
+from dtensor.moved import MovedSpec, note_writes, settled_spec
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
@@ -155,6 +156,7 @@ def fused_step(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
                     out[i] = torch.empty_like(p._local_tensor)
                     t._local_tensor, t._spec = out[i], target
     op(**local)
+    note_writes(*(values for key, values in lists.items() if key not in ("grads", "state_steps")))
     scale = local.get("grad_scale")
     if scale is not None:
         for t in moved:
@@ -195,6 +197,7 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             meshes.append(spec.mesh)
     local = found._local_tensor if isinstance(found, DTensor) else found
     op([g._local_tensor if isinstance(g, DTensor) else g for g in grads], local, _local(scale))
+    note_writes(grads)
     for mesh in meshes:
         axes = tuple(a for a, k in enumerate(mesh.shape) if k > 1)
         if axes and mesh.coord is not None:

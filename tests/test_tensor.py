@@ -199,3 +199,40 @@ def test_ranks_outside_the_mesh_hold_nothing() -> None:
         return mesh.get_coordinate(), d.to_local().numel(), e.to_local().numel()
 
     assert dtensor.simulate(3)(f) == [((0,), 6, 10), (None, 0, 0), ((1,), 4, 10)]
+
+
+def test_no_write_escapes_a_view_that_moved_data() -> None:
+    """Whatever writes to the base's memory, the view is refused afterwards; what writes elsewhere does not count."""
+
+    def f(mesh):
+        def sgd(w, **kwargs):
+            p = torch.nn.Parameter(w)
+            p.grad = torch.ones_like(w)
+            torch.optim.SGD([p], lr=1.0, **kwargs).step()
+
+        writes = {
+            "mul_": lambda w: w.mul_(2),
+            "data": lambda w: w.data.mul_(2),
+            "detach": lambda w: w.detach().mul_(2),
+            "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+            "sgd": sgd,
+            "sgd for": lambda w: sgd(w, foreach=False),
+            "sgd fused": lambda w: sgd(w, fused=True),
+            "slice": lambda w: w.view(8)[:].zero_(),
+            "out": lambda w: torch.add(w, w, out=w),
+            "copy_": lambda w: w.copy_(w * 2),
+        }
+        for name, write in writes.items():
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    if mode is torch.inference_mode and name.startswith("sgd"):
+                        continue
+                    w, other = make(torch.arange(8.0), mesh, [Shard(0)]), make(torch.arange(8.0), mesh, [Shard(0)])
+                    view = w.detach()[5:7]
+                    write(other)
+                    assert view.full_tensor().tolist() == [5, 6], name
+                    write(w)
+                    with pytest.raises(LayoutError, match="view"):
+                        (view + 0).full_tensor()
+
+    on(2, f)
