@@ -9,8 +9,8 @@ import torch
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec, normalize_placements
-from dtensor.tensor import DTensor
+from dtensor.spec import Spec, contiguous_stride, normalize_placements
+from dtensor.tensor import DTensor, dense, in_order
 
 __all__ = ["distribute_tensor"]
 
@@ -62,8 +62,9 @@ def distribute_tensor(
     local = tensor.detach()
     if local.device.type not in (mesh.device_type, "meta"):
         local = local.to(mesh.device_type)
-    spec = Spec.make(mesh, placed, local.shape, local.stride(), local.dtype)
-    local = _cut(local, spec, src_data_rank)
+    stride = local.stride() if dense(local) else contiguous_stride(local.shape)
+    spec = Spec.make(mesh, placed, local.shape, stride, local.dtype)
+    local = in_order(_cut(local, spec, src_data_rank), stride)
     return DTensor(local, spec, requires_grad=tensor.requires_grad)
 
 

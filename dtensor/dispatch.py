@@ -262,6 +262,8 @@ class Plan:
             self.execute = self._general(structure)
         if info.is_view:
             self.execute = _as_base(self.execute)
+        elif any(s is not None and s.dtype.is_complex for s in (*decision.inputs, *outs)):
+            self.execute = _with_lazy_values(self.execute)
 
     def local_inputs(self, local: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The local arguments after the moves and with static arguments made local."""
@@ -376,6 +378,25 @@ def _as_base(execute: Callable[..., Any]) -> Callable[..., Any]:
     return view
 
 
+def _with_lazy_values(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Let local ops see conjugations and negations that torch keeps as a bit, and hides where it dispatches to us."""
+    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+    def run(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        before = [excluded(k) for k in keys]
+        for k in keys:
+            exclude(k, False)
+        try:
+            return execute(local, named, args)
+        finally:
+            for k, was in zip(keys, before, strict=True):
+                exclude(k, was)
+
+    return run
+
+
 def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: type) -> Callable[..., Any]:
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         got = run(*local, **named)
@@ -398,7 +419,7 @@ def _simple_inplace(run: Callable[..., Any], written: Sequence[int]) -> Callable
 
 def _wrap(local: Any, spec: Spec | None, base: Any) -> Any:
     """A result as a DTensor; marked as a view of `base` that had to move data, when there is one."""
-    if spec is None:
+    if spec is None or local is None:
         return None if isinstance(local, torch.Tensor) else local
     return _new(_DTensor, local, spec if base is None else MovedSpec.of(spec, base), requires_grad=False)
 

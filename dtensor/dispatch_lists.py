@@ -17,6 +17,7 @@ from dtensor.dispatch import OpInfo
 from dtensor.dispatch_miss import make_call, notice, output_metas, replicated_rule
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.moved import note_writes, watching
+from dtensor.placement import Partial, Replicate
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
@@ -91,7 +92,12 @@ def miss_lists(
         what = (call.inputs, call.names, call.outputs)
         decision = decided.get(what)
         if decision is None:
-            decision = decided[what] = _decide(info, entry, call)
+            decision = _decide(info, entry, call)
+            if decision is None:
+                if not _settle(info, whole, args):
+                    raise _cannot_keep(info, call)
+                return hot.dispatch(info.func, args, kwargs)
+            decided[what] = decision
         for name, src, dst in zip(call.names, call.inputs, decision.inputs, strict=True):
             if src is not dst:
                 if name not in lists:
@@ -115,7 +121,26 @@ def _element(whole: Call, lists: Sequence[str], i: int, outs: Sequence[TensorMet
     return Call(whole.op, arguments, inputs, names, (outs[i],) if outs else ())
 
 
-def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision:
+def _settle(info: OpInfo, whole: Call, args: tuple[Any, ...]) -> bool:
+    """Reduce the pending targets of a list op, in place: their values stay. False where there is none.
+
+    Gradients of replicated parameters are pending after a backward, and what clips them writes into lists of them.
+    """
+    found = False
+    for name, given in zip((a.name for a in info.func._schema.arguments), args, strict=False):
+        for t in given if name in info.written and isinstance(given, (list, tuple)) else ():
+            spec = t._spec
+            if spec.has_partial() and t._base is None:
+                found = True
+                target = spec.with_placements(
+                    tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+                )
+                t._local_tensor, t._spec = redistribute_local(t._local_tensor, spec, target), target
+    return found
+
+
+def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
+    """The strategy of one element; None where none keeps what is written."""
     mesh = call.inputs[0].mesh
     for spec in call.inputs:
         if spec.mesh != mesh:
@@ -129,13 +154,14 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision:
         rule = replicated_rule(call)
     rule = replace(rule, kernels=())
     keep = {call.names.index(n): -1 for n in info.written if n in call.names}
-    decision = decide(info.name, rule, call.inputs, call.outputs, mesh, keep)
-    if decision is None:
-        raise LayoutError(
-            explain_error(
-                info.name, ", ".join(map(str, call.inputs)),
-                "an in-place op cannot change the layout of the tensors it writes, and no strategy keeps them",
-                "redistribute the other tensors or the targets to the same layout first",
-            )
-        )  # fmt: skip
-    return decision
+    return decide(info.name, rule, call.inputs, call.outputs, mesh, keep)
+
+
+def _cannot_keep(info: OpInfo, call: Call) -> LayoutError:
+    return LayoutError(
+        explain_error(
+            info.name, ", ".join(map(str, call.inputs)),
+            "an in-place op cannot change the layout of the tensors it writes, and no strategy keeps them",
+            "redistribute the other tensors or the targets to the same layout first",
+        )
+    )  # fmt: skip

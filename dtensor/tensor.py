@@ -10,6 +10,8 @@ Names and signatures follow `torch.distributed.tensor`.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -136,8 +138,10 @@ class DTensor(torch.Tensor):
 
             local_tensor = run_checks(local_tensor, mesh, placed, shape is None)
         if stride is not None:
-            local_tensor = _in_order(local_tensor, stride)
+            local_tensor = in_order(local_tensor, stride)
         spec = _spec_of_local(local_tensor, mesh, placed, shape, stride)
+        if grads is not None:
+            _check_parts(spec, grads, "from_local")
         if local_tensor.requires_grad and torch.is_grad_enabled():
             return cast(DTensor, _FromLocal.apply(local_tensor, spec, grads))
         if local_tensor.requires_grad:
@@ -156,6 +160,7 @@ class DTensor(torch.Tensor):
         grads = None
         if grad_placements is not None:
             grads = normalize_placements(grad_placements, self._spec.mesh, self.ndim, "to_local(grad_placements=)")
+            _check_parts(self._spec, grads, "to_local")
         return cast(torch.Tensor, _ToLocal.apply(self, grads))
 
     def redistribute(
@@ -269,6 +274,12 @@ class DTensor(torch.Tensor):
         with _dispatch.strict_views():
             return cast(DTensor, _view(self, *args))
 
+    def __getitem__(self, index: Any) -> Any:
+        return _get_item(self, _with_lists(self, index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _set_item(self, _with_lists(self, index), value)
+
     def __len__(self) -> int:
         if self.ndim == 0:
             raise TypeError("len() of a 0-d tensor")
@@ -338,6 +349,8 @@ class DTensor(torch.Tensor):
 _run = _dispatch.dispatch
 _dispatch.bind(DTensor, new)
 _view = torch.Tensor.view
+_get_item = torch.Tensor.__getitem__
+_set_item = torch.Tensor.__setitem__
 _get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 _set_requires_grad = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-defined]
 _get_data = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
@@ -348,6 +361,19 @@ def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, state: dict[s
     made = DTensor(local, spec, requires_grad=requires_grad)
     made.__dict__.update(state)
     return made
+
+
+def _with_lists(x: DTensor, index: Any) -> Any:
+    """An index whose Python lists are replicated DTensors: torch would make plain tensors of them."""
+    if isinstance(index, list):
+        values = torch.tensor(index, device=x._local_tensor.device)
+        if values.numel() == 0:
+            values = values.long()
+        mesh = x._spec.mesh
+        return DTensor.from_local(values, mesh, (Replicate(),) * mesh.ndim)
+    if isinstance(index, tuple) and any(isinstance(i, list) for i in index):
+        return tuple(_with_lists(x, i) if isinstance(i, list) else i for i in index)
+    return index
 
 
 def _own_attributes(x: DTensor) -> dict[str, Any]:
@@ -432,14 +458,29 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         spec: Spec = ctx.spec
-        if not _dense(grad):
+        if not dense(grad):
             grad = grad.contiguous()
         stride = _stride_like(grad, spec.shape)
         made = DTensor.from_local(grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride)
         return made, None
 
 
-def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def _check_parts(spec: Spec, grads: tuple[Placement, ...], call: str) -> None:
+    """The gradient's part has the local tensor's shape on every rank; ValueError, on all of them, otherwise."""
+    other = spec.with_placements(grads)
+    if other.local_shape == spec.local_shape and math.prod(spec.mesh.shape) > 1024:
+        return  # too many ranks to look at all
+    for coord in itertools.product(*map(range, spec.mesh.shape)) if math.prod(spec.mesh.shape) <= 1024 else [None]:
+        mine = spec.local_shape if coord is None else spec.local_shape_of(coord)
+        its = other.local_shape if coord is None else other.local_shape_of(coord)
+        if mine != its:
+            raise ValueError(
+                f"{call}: grad_placements={list(grads)} give the gradient of {spec} a part of {list(its)} where the "
+                f"tensor's is {list(mine)}; use placements that cut the same dims"
+            )
+
+
+def in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """`local` itself where its dims lie in memory in the order of `stride`, else a copy that does.
 
     Views are decided by the global strides, so the local ones must agree with them.
@@ -455,7 +496,7 @@ def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return local.permute(order).contiguous().permute(back)
 
 
-def _dense(t: torch.Tensor) -> bool:
+def dense(t: torch.Tensor) -> bool:
     """True when the elements fill one block of memory, in some order of the dims."""
     step = 1
     for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):

@@ -35,8 +35,9 @@ def _dims(call: Call) -> tuple[torch.Size, tuple[Dims, ...]]:
     return shape, dims
 
 
-def _over_count(call: Call, count: int) -> Bind:
+def _over_count(call: Call, elements: int) -> Bind:
     """The op with reduction=sum, over the global count, wherever an input is cut."""
+    count = elements or math.nan  # the mean of nothing
     op = call.op
     at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "reduction")
 

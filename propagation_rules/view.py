@@ -97,7 +97,8 @@ def unsqueeze(call: Call) -> Rule:
 def squeeze(call: Call) -> Rule:
     """By hand: which dims go is a matter of the global sizes, a local size may be 1 by chance."""
     shape = call.inputs[0].shape
-    asked = set(call.dims("dim")) if call.get("dim") is not None else set(range(len(shape)))
+    named = call.get("dim")  # an int, or a list, of which the empty one names nothing
+    asked = set(range(len(shape))) if named is None else set() if named in ([], ()) else set(call.dims("dim"))
     gone = [d for d in range(len(shape)) if d in asked and shape[d] == 1]
     kept = [None if d in gone else d for d in range(len(shape))]
     rule = labelled(call, [kept], [[d for d in kept if d is not None]], linear=MOVES)

@@ -90,8 +90,13 @@ def test_list_ops_decide_each_element() -> None:
         assert [x.placements for x in xs] == before
         for x, i in zip(xs, range(4), strict=True):
             torch.testing.assert_close(x.full_tensor(), rand(5, 3, seed=i) + 0.5 * rand(5, 3, seed=i + 9))
+        cut, pending = make(rand(3), mesh, [S0]), make(rand(3), mesh, [P])
+        torch._foreach_exp_([cut, pending])  # a pending target is reduced first, in place
+        assert cut.placements == (S0,) and pending.placements == (R,)
+        for t in (cut, pending):
+            torch.testing.assert_close(t.full_tensor(), rand(3).exp())
         with pytest.raises(LayoutError, match="in-place"):
-            torch._foreach_exp_([make(rand(3), mesh, [S0]), make(rand(3), mesh, [P])])
+            torch._foreach_exp_([make(rand(3), mesh, [P])[:]])
 
     on(2, f)
 
@@ -232,5 +237,56 @@ def test_metadata_follows_the_local_op_where_torchs_shape_function_differs() -> 
                 for g, w in zip(got, want, strict=True):
                     assert g.dtype == w.dtype == g.to_local().dtype
                     torch.testing.assert_close(g.full_tensor(), w, rtol=2e-2, atol=2e-2)
+
+    on(2, f)
+
+
+def test_what_torchs_own_composites_and_formulas_need() -> None:
+    """Plain zeros in backward, lists as indices, lazy conjugation inside ops, clipping of pending gradients."""
+
+    def f(mesh):
+        x, c = rand(4, 6), torch.complex(rand(4, 6), rand(4, 6, seed=1))
+        pinv = torch.linalg.pinv(make(c, mesh, [S0])).full_tensor()
+        torch.testing.assert_close(pinv, torch.linalg.pinv(c), rtol=1e-3, atol=1e-3)
+        d = make(x, mesh, [S0])
+        assert torch.equal(d[[0, 2]].full_tensor(), x[[0, 2]])
+        assert torch.equal(d[[True, False, True, False]].full_tensor(), x[[True, False, True, False]])
+        d[[0, 3]] = 7.0
+        assert torch.equal(d.full_tensor(), x.index_fill(0, torch.tensor([0, 3]), 7.0))
+        leaf, plain = make(x, mesh, [S0], requires_grad=True), x.clone().requires_grad_()
+        for t in (leaf, plain):
+            (torch.cummax(t, 0)[0].sum() + torch.copysign(t, t * 2).square().sum()).backward()
+        torch.testing.assert_close(leaf.grad.full_tensor(), plain.grad)
+        p = torch.nn.Parameter(make(torch.ones(6), mesh, [R]))
+        (make(x, mesh, [S0]) * p).sum().backward()
+        assert p.grad.placements == (P,)
+        torch.nn.utils.clip_grad_value_([p], 0.1)
+        torch.testing.assert_close(p.grad.full_tensor(), x.sum(0).clamp(-0.1, 0.1))
+        w, b = (make(rand(6, seed=s), mesh, [R], requires_grad=True) for s in (1, 2))
+        torch.nn.functional.batch_norm(make(x, mesh, [S0]), None, None, w, b, True).sum().backward()
+        torch.testing.assert_close(b.grad.full_tensor(), torch.full((6,), 4.0))
+        empty = make(torch.zeros(0, 4), mesh, [S0], requires_grad=True)
+        torch.nn.functional.mse_loss(empty, empty * 2).backward()
+        assert empty.grad.shape == (0, 4)
+        assert make(rand(1, 1, 4), mesh, [R]).squeeze(()).shape == (1, 1, 4)
+
+    on(2, f)
+
+
+def test_distributing_a_transposed_tensor_keeps_views_true() -> None:
+    def f(mesh):
+        d = dtensor.distribute_tensor(rand(4, 6).t(), mesh, [S0])
+        assert d.stride() == (1, 6) and d.to_local().stride()[0] == 1
+        d.t()[:].mul_(2)
+        torch.testing.assert_close(d.full_tensor(), 2 * rand(4, 6).t())
+
+    on(2, f)
+
+
+def test_gradient_placements_of_another_shape_are_refused() -> None:
+    def f(mesh):
+        local = rand(3 if mesh.get_rank() == 0 else 2, 7).requires_grad_()
+        with pytest.raises(ValueError, match="cut the same dims"):
+            DTensor.from_local(local, mesh, [S0], shape=(5, 7), stride=(7, 1), grad_placements=[S1])
 
     on(2, f)
