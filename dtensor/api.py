@@ -10,7 +10,8 @@ from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
-from dtensor.tensor import DTensor, dense, in_order
+from dtensor.strides import dense, in_order
+from dtensor.tensor import DTensor
 
 __all__ = ["distribute_tensor"]
 

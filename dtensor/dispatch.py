@@ -26,6 +26,7 @@ from dtensor.propagate import Decision
 from dtensor.registry import Call, Entry, lookup, on_clear, op_name
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
+from dtensor.strides import in_order
 
 __all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "special", "strict_views"]
 
@@ -226,6 +227,7 @@ class Plan:
         "out",
         "overrides",
         "places",
+        "reorder",
         "run",
         "seed",
         "written",
@@ -250,6 +252,9 @@ class Plan:
         self.seed = info.entry is not None and info.entry.random and bound is None
         outside = call.inputs[0].mesh.coord is None
         simple = not (self.moves or self.overrides or self.kernel or self.inplace or self.seed or outside)
+        # What was moved or made otherwise than by the op may lie in memory in another order than the spec says.
+        self.reorder = not info.is_view and bool(self.moves or self.kernel or bound)
+        simple = simple and not self.reorder
         if outside:
             self.execute = self._outside
         elif simple and structure == "one":
@@ -338,6 +343,8 @@ class Plan:
             if structure == "none":
                 return got
             base = args[0] if moved_view else None
+            if self.reorder:
+                got = _in_order(got, outs)
             if structure == "one":
                 return _wrap(got, outs[0], base)
             made = [_wrap(g, s, base) for g, s in zip(got, outs, strict=True)]
@@ -415,6 +422,15 @@ def _simple_inplace(run: Callable[..., Any], written: Sequence[int]) -> Callable
         return args[0]
 
     return execute
+
+
+def _in_order(got: Any, outs: Sequence[Spec | None]) -> Any:
+    if isinstance(got, torch.Tensor):
+        return got if outs[0] is None else in_order(got, outs[0].stride)
+    return [
+        in_order(g, s.stride) if s is not None and isinstance(g, torch.Tensor) else g
+        for g, s in zip(got, outs, strict=True)
+    ]
 
 
 def _wrap(local: Any, spec: Spec | None, base: Any) -> Any:

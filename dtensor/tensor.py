@@ -25,6 +25,7 @@ from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
+from dtensor.strides import dense, in_order, stride_like
 
 __all__ = ["DTensor"]
 
@@ -460,7 +461,7 @@ class _ToLocal(torch.autograd.Function):
         spec: Spec = ctx.spec
         if not dense(grad):
             grad = grad.contiguous()
-        stride = _stride_like(grad, spec.shape)
+        stride = stride_like(grad, spec.shape)
         made = DTensor.from_local(grad, spec.mesh, ctx.placements, shape=spec.shape, stride=stride)
         return made, None
 
@@ -478,41 +479,6 @@ def _check_parts(spec: Spec, grads: tuple[Placement, ...], call: str) -> None:
                 f"{call}: grad_placements={list(grads)} give the gradient of {spec} a part of {list(its)} where the "
                 f"tensor's is {list(mine)}; use placements that cut the same dims"
             )
-
-
-def in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """`local` itself where its dims lie in memory in the order of `stride`, else a copy that does.
-
-    Views are decided by the global strides, so the local ones must agree with them.
-    """
-    if len(stride) != local.ndim:
-        return local
-    dims = [d for d in range(local.ndim) if local.shape[d] > 1]
-    asked = [local.stride(d) for d in sorted(dims, key=lambda d: -stride[d])]
-    if asked == sorted(asked, reverse=True):
-        return local
-    order = sorted(range(local.ndim), key=lambda d: (-stride[d], d))
-    back = sorted(range(local.ndim), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(back)
-
-
-def dense(t: torch.Tensor) -> bool:
-    """True when the elements fill one block of memory, in some order of the dims."""
-    step = 1
-    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != step:
-            return t.numel() == 0
-        step *= size
-    return True
-
-
-def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense global tensor whose dims lie in memory in the order of `local`'s."""
-    stride, step = [0] * local.ndim, 1
-    for d in sorted(range(local.ndim), key=lambda d: (local.stride(d), -d)):
-        stride[d] = step
-        step *= max(shape[d], 1)
-    return tuple(stride)
 
 
 class _Redistribute(torch.autograd.Function):

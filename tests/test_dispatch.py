@@ -290,3 +290,26 @@ def test_gradient_placements_of_another_shape_are_refused() -> None:
             DTensor.from_local(local, mesh, [S0], shape=(5, 7), stride=(7, 1), grad_placements=[S1])
 
     on(2, f)
+
+
+def test_results_lie_in_memory_as_their_strides_say() -> None:
+    """A view of a result shares memory with it, also where the result was moved or made by a kernel."""
+
+    def f(mesh):
+        calls = {
+            "relu": torch.relu, "softmax": lambda t: t.softmax(0), "softmax 1": lambda t: t.softmax(1),
+            "sort": lambda t: t.sort(0)[0], "centred": lambda t: t - t.mean(), "cumsum": lambda t: t.cumsum(0),
+            "filled": lambda t: t.masked_fill(t > 0, 1.0), "times": lambda t: t * 2.0,
+        }  # fmt: skip
+        for placed in (P, S0, S1, R, Partial("max")):
+            for name, call in calls.items():
+                got, want = call(make(rand(4, 6), mesh, [placed]).t()), call(rand(4, 6).t())
+                assert got.stride() == want.stride(), name
+                try:
+                    got.t().reshape(-1).mul_(2)
+                except LayoutError:  # it had to move, and says so
+                    continue
+                want.t().reshape(-1).mul_(2)
+                torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
+
+    on(2, f)
