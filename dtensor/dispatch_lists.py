@@ -6,7 +6,7 @@ moved, and the list op runs once on the local lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,21 @@ from dtensor.dispatch import OpInfo
 from dtensor.dispatch_miss import make_call, notice, output_metas, replicated_rule
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.moved import note_writes, watching
-from dtensor.placement import Partial, Replicate
+from dtensor.placement import Partial, Replicate, Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, TensorMeta
+from dtensor.strides import in_order
 
 __all__ = ["miss_lists"]
+
+
+Move = tuple[Any, int, Spec, Spec]
+"""Argument (position or name), element, layout it comes in, layout it goes to."""
+
+BUCKET = 1 << 20
+"""Elements of the largest pending tensor that is reduced together with others."""
 
 
 class ListPlan:
@@ -31,29 +39,54 @@ class ListPlan:
 
     __slots__ = ("execute",)
 
-    def __init__(
-        self, info: OpInfo, moves: Sequence[tuple[Any, int | None, Spec, Spec]], outs: Sequence[Spec | None]
-    ) -> None:
+    def __init__(self, info: OpInfo, moves: Sequence[Move], outs: Sequence[Spec | None]) -> None:
         run, new, D = info.run, hot._new, hot._DTensor
         returns = bool(info.func._schema.returns) and not info.written
+        groups = list(_grouped(moves))
 
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
-            if moves:
+            if groups:
                 local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
-                for at, i, src, dst in moves:
-                    box: Any = local if isinstance(at, int) else named
-                    if i is None:
-                        box[at] = redistribute_local(box[at], src, dst)
-                    else:
-                        box[at][i] = redistribute_local(box[at][i], src, dst)
+                for group in groups:
+                    boxes = [local[at] if isinstance(at, int) else named[at] for at, *_ in group]
+                    parts = [box[i] for box, (_, i, _, _) in zip(boxes, group, strict=True)]
+                    for box, (_, i, _, _), moved in zip(boxes, group, _moved(parts, group), strict=True):
+                        box[i] = moved
             got = run(*local, **named)
             if not returns:
                 if watching():
                     note_writes(*(args[i] for i in info.written_at if i < len(args)))
                 return args[0] if info.func._schema.returns else None
+            if groups:
+                got = [g if s is None else in_order(g, s.stride) for g, s in zip(got, outs, strict=True)]
             return [None if s is None else new(D, g, s, requires_grad=False) for g, s in zip(got, outs, strict=True)]
 
         self.execute: Callable[..., Any] = execute
+
+
+def _grouped(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """The moves, small pending sums of one layout that become replicated together, the others one by one."""
+    together: dict[tuple[Any, ...], list[Move]] = {}
+    for move in moves:
+        _, _, src, dst = move
+        whole = not any(isinstance(p, (Shard, StridedShard)) for p in (*src.placements, *dst.placements))
+        sums = all(p.is_replicate() or p.is_partial("sum") for p in src.placements)
+        if whole and sums and not dst.has_partial() and src.numel <= BUCKET:
+            together.setdefault((src.mesh, src.placements, dst.placements, src.dtype), []).append(move)
+        else:
+            yield [move]
+    yield from together.values()
+
+
+def _moved(parts: Sequence[torch.Tensor], group: Sequence[Move]) -> list[torch.Tensor]:
+    """The local tensors of a group in their new layouts, by one redistribution."""
+    _, _, src, dst = group[0]
+    if len(group) == 1 or src.mesh.coord is None:
+        return [redistribute_local(t, s, d) for t, (_, _, s, d) in zip(parts, group, strict=True)]
+    flat = torch.cat([t.reshape(-1) for t in parts])
+    as_one = Spec.make(src.mesh, src.placements, flat.shape, (1,), src.dtype)
+    flat = redistribute_local(flat, as_one, as_one.with_placements(dst.placements))
+    return [f.view(t.shape) for f, t in zip(flat.split([t.numel() for t in parts]), parts, strict=True)]
 
 
 def base_entry(info: OpInfo) -> Entry | None:
@@ -84,7 +117,7 @@ def miss_lists(
     count = max((len(whole[n]) for n in lists), default=0)
     positions = {a.name: i for i, a in enumerate(params[: len(args)])}
     entry = base_entry(info)
-    moves: list[tuple[Any, int | None, Spec, Spec]] = []
+    moves: list[Move] = []
     results: list[Spec | None] = []
     decided: dict[tuple[Any, ...], Decision] = {}
     for i in range(count):

@@ -313,3 +313,24 @@ def test_results_lie_in_memory_as_their_strides_say() -> None:
                 torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
 
     on(2, f)
+
+
+def test_small_pending_elements_of_a_list_are_reduced_together() -> None:
+    from dtensor.debug import CommDebugMode
+
+    def f(mesh):
+        xs = [make(rand(5, 3, seed=i), mesh, [P]) for i in range(6)]
+        ys = [make(rand(5, 3, seed=i + 9), mesh, [P]) for i in range(6)]
+        for _ in range(2):
+            with CommDebugMode() as sent:
+                got = torch._foreach_mul(xs, ys)
+            assert sent.get_total_counts() == 1
+            for i, t in enumerate(got):
+                torch.testing.assert_close(
+                    t.full_tensor(), rand(5, 3, seed=i) * rand(5, 3, seed=i + 9), rtol=1e-4, atol=1e-4
+                )
+        mixed = torch._foreach_exp([make(rand(4).t(), mesh, [p]) for p in (P, S0, P, R)])
+        for t in mixed:
+            torch.testing.assert_close(t.full_tensor(), rand(4).exp(), rtol=1e-4, atol=1e-4)
+
+    on(2, f)
