@@ -14,7 +14,8 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_miss import make_call, notice, output_metas, replicated_rule
+from dtensor.dispatch_call import make_call, output_metas
+from dtensor.dispatch_miss import notice, replicated_rule
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.moved import note_writes, watching
 from dtensor.placement import Partial, Replicate, Shard, StridedShard

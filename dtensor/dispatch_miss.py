@@ -7,7 +7,7 @@ every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,18 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
-from dtensor.dispatch import Op, OpInfo, Plan
+from dtensor.dispatch import OpInfo, Plan
+from dtensor.dispatch_call import flat, is_dtensor, layouts, make_call, map_args, output_metas
+from dtensor.dispatch_writes import cannot_keep, check_written, kept, run_inplace_view, run_out
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, NoRuleError, explain_error
 from dtensor.factors import Rule
 from dtensor.moved import MovedSpec, settled_spec
 from dtensor.placement import Replicate, Shard, StridedShard
 from dtensor.propagate import Decision, decide
-from dtensor.registry import Call, Entry, flat_inputs
-from dtensor.spec import Spec, TensorMeta
+from dtensor.registry import Call, Entry
+from dtensor.spec import Spec
 
-__all__ = ["make_call", "miss", "output_metas", "replicated_rule", "rule_of"]
+__all__ = ["miss", "notice", "replicated_rule", "rule_of"]
 
 _WITH_ZEROS = frozenset(
     f"aten.{op}" if "." in op else f"aten.{op}.default"
@@ -40,41 +42,6 @@ log = logging.getLogger("dtensor")
 _noticed: set[str] = set()
 
 
-def _is(x: object) -> bool:
-    return isinstance(x, hot._DTensor)
-
-
-def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, (list, tuple)):
-            yield from a
-        else:
-            yield a
-
-
-def _map(
-    f: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `f` to every argument, and to the items of lists."""
-    one = lambda a: [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)  # noqa: E731
-    return tuple(one(a) for a in args), {k: one(v) for k, v in kwargs.items()}
-
-
-def layouts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments in short: layout strings for DTensors, values for the rest."""
-
-    def show(a: Any) -> str:
-        if _is(a):
-            return str(a._spec)
-        if isinstance(a, torch.Tensor):
-            return f"plain {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-        if isinstance(a, (list, tuple)):
-            return "[" + ", ".join(show(x) for x in a) + "]"
-        return repr(a)
-
-    return ", ".join([show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()])
-
-
 # ------------------------------------------------------------ plain tensors
 def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with plain tensors among DTensors: those of at most one element and, if asked, all count as replicated.
@@ -86,7 +53,7 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     schema = info.func._schema.arguments
 
     def convert(a: Any) -> Any:
-        if isinstance(a, torch.Tensor) and not _is(a):
+        if isinstance(a, torch.Tensor) and not is_dtensor(a):
             if not implicit and a.numel() > 1 and not (torch._C._current_graph_task_id() >= 0 and not a.any()):
                 raise MixedTensorError(
                     explain_error(
@@ -98,20 +65,20 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 )  # fmt: skip
             spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, a.shape, a.stride(), a.dtype)
             return hot._new(hot._DTensor, a, spec, requires_grad=False)
-        if type(a) is not hot._DTensor and _is(a):
+        if type(a) is not hot._DTensor and is_dtensor(a):
             return hot._new(hot._DTensor, a._local_tensor, a._spec, requires_grad=False)
         return a
 
     given = [*zip((x.name for x in schema), args, strict=False), *kwargs.items()]
     for name, a in given:
-        if name in info.written and isinstance(a, torch.Tensor) and not _is(a):
+        if name in info.written and isinstance(a, torch.Tensor) and not is_dtensor(a):
             raise MixedTensorError(
                 explain_error(
                     info.name, layouts(args, kwargs), f"argument {name!r}, which is written, is a plain tensor",
                     "write into a DTensor, or use x.full_tensor() / x.to_local() for the other arguments",
                 )
             )  # fmt: skip
-    new_args, new_kwargs = _map(convert, args, kwargs)
+    new_args, new_kwargs = map_args(convert, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
     if info.written and info.func._schema.returns:
         return args[0]
@@ -126,8 +93,8 @@ def _autograd_zeros(info: OpInfo) -> bool:
 def common_mesh(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of all DTensor arguments. MeshError when there are two."""
     mesh: DeviceMesh | None = None
-    for a in _flat(args, kwargs):
-        if _is(a):
+    for a in flat(args, kwargs):
+        if is_dtensor(a):
             if mesh is None:
                 mesh = a._spec.mesh
             elif a._spec.mesh is not mesh and a._spec.mesh != mesh:
@@ -149,14 +116,14 @@ def miss(
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """First call with this key: checks, decision, plan; runs it and caches it."""
-    if any(_is(a) and isinstance(a._spec, MovedSpec) for a in _flat(args, kwargs)):
+    if any(is_dtensor(a) and isinstance(a._spec, MovedSpec) for a in flat(args, kwargs)):
         return _settle(info, args, kwargs)
     if info.kind != "foreach":  # whose elements may each have a mesh of their own
         common_mesh(info, args, kwargs)
     if info.kind == "out":
-        return _out(info, args, kwargs)
+        return run_out(info, args, kwargs)
     if torch.Tag.inplace_view in info.func.tags:
-        return _inplace_view(info, args, kwargs)
+        return run_inplace_view(info, args, kwargs)
     if info.kind == "foreach":
         from dtensor.dispatch_lists import miss_lists
 
@@ -180,12 +147,12 @@ def miss(
             )  # fmt: skip
         notice(info, call)
         rule = replicated_rule(call)
-    keep = _kept(info, call)
+    keep = kept(info, call)
     if keep:
         check_written(info, call, outs)
     decision = decide(info.name, rule, call.inputs, outs, call.inputs[0].mesh, keep)
     if decision is None:
-        raise _cannot_keep(info, args, kwargs)
+        raise cannot_keep(info, args, kwargs)
     names = [a.name for a in info.func._schema.arguments][: len(args)]
     plan = Plan(info, call, decision, structure, names)
     result = plan.execute(local, named, args)
@@ -215,7 +182,7 @@ def actual_outputs(decision: Decision, result: Any) -> Decision:
     many = result if isinstance(result, (list, tuple)) else [result]
     outs = list(decision.outputs)
     for i, (t, spec) in enumerate(zip(many, outs, strict=False)):
-        if spec is None or not _is(t) or spec.mesh.coord is None:
+        if spec is None or not is_dtensor(t) or spec.mesh.coord is None:
             continue
         got = t._local_tensor
         if got.shape == spec.local_shape and got.dtype == spec.dtype:
@@ -232,7 +199,7 @@ def _rewrapped(result: Any, decision: Decision) -> Any:
     """`result` with the specs of `decision`; views that had to move data keep their mark."""
 
     def again(t: Any, spec: Spec | None) -> Any:
-        if spec is None or not _is(t) or isinstance(t._spec, MovedSpec):
+        if spec is None or not is_dtensor(t) or isinstance(t._spec, MovedSpec):
             return t
         return hot._new(hot._DTensor, t._local_tensor, spec, requires_grad=False)
 
@@ -245,7 +212,7 @@ def check_locals(decision: Decision, result: Any) -> None:
     """The local results have the shapes and dtypes that the decision promises: an error of ours otherwise."""
     many = result if isinstance(result, (list, tuple)) else [result]
     for t, spec in zip(many, decision.outputs, strict=False):  # fewer where the op gives nothing
-        if spec is None or not _is(t):
+        if spec is None or not is_dtensor(t):
             continue
         got = t._local_tensor
         if got.shape != spec.local_shape or got.dtype != spec.dtype:
@@ -253,65 +220,6 @@ def check_locals(decision: Decision, result: Any) -> None:
                 f"{decision.op}: the rule promised a local {spec.dtype} of {list(spec.local_shape)} for {spec}, "
                 f"the local op gave {got.dtype} of {list(got.shape)}; this is a fault of the rule.\n  {decision}"
             )
-
-
-def make_call(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[TensorMeta | None]) -> Call:
-    """The call with specs in the tensors' places and defaults filled in."""
-    spec = lambda a: a._spec if _is(a) else a  # noqa: E731
-    sa, sk = _map(spec, args, kwargs)
-    arguments: dict[str, Any] = {}
-    for i, a in enumerate(func._schema.arguments):
-        arguments[a.name] = sa[i] if i < len(sa) else sk.get(a.name, a.default_value)
-    inputs, names = flat_inputs(list(arguments.items()))
-    return Call(func, arguments, inputs, names, tuple(outs))
-
-
-def output_metas(
-    func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, tuple[TensorMeta | None, ...]] | None:
-    """Structure ("one", "tuple", "list", "none") and global metadata of the outputs; None if not known before running.
-
-    The op runs on meta tensors of the global shapes, so its own shape errors reach the user as they are.
-    """
-
-    def meta(a: Any) -> Any:
-        if _is(a):
-            s = a._spec
-            return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")
-        return None if isinstance(a, torch.Generator) else a
-
-    margs, mkwargs = _map(meta, args, kwargs)
-    params = func._schema.arguments
-    if any(a.name == "device" for a in params):
-        at = next((i for i, a in enumerate(params) if a.name == "device" and not a.kwarg_only), len(margs))
-        if at < len(margs):
-            margs = (*margs[:at], torch.device("meta"), *margs[at + 1 :])
-        else:
-            mkwargs["device"] = torch.device("meta")
-        mkwargs.pop("pin_memory", None)
-    try:
-        got = func(*margs, **mkwargs)
-    except (NotImplementedError, ZeroDivisionError):  # the latter where torch's own shape functions average nothing
-        return None
-    except RuntimeError as e:
-        unknown = type(e).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
-        if unknown or "meta tensor" in str(e):
-            return None
-        raise
-    if got is None:
-        return "none", ()
-    if isinstance(got, torch.Tensor):
-        return "one", (_meta_of(got),)
-    if isinstance(got, (list, tuple)) and all(t is None or isinstance(t, (torch.Tensor, int)) for t in got):
-        if not got:
-            return "none", ()
-        metas = tuple(_meta_of(t) if isinstance(t, torch.Tensor) else None for t in got)
-        return "list" if isinstance(got, list) else "tuple", metas
-    return None
-
-
-def _meta_of(t: torch.Tensor) -> TensorMeta:
-    return TensorMeta(t.shape, tuple(t.stride()), t.dtype)
 
 
 def rule_of(entry: Entry | None, call: Call) -> Rule | None:
@@ -338,19 +246,19 @@ def notice(info: OpInfo, call: Call) -> None:
 
 def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op whose output shapes depend on the data: every rank gathers the inputs and computes the same."""
-    first = next(a for a in _flat(args, kwargs) if _is(a))
+    first = next(a for a in flat(args, kwargs) if is_dtensor(a))
     mesh = first._spec.mesh
-    if info.written and not all(a._spec.is_replicated() for a in _flat(args, kwargs) if _is(a)):
-        raise _cannot_keep(info, args, kwargs)
+    if info.written and not all(a._spec.is_replicated() for a in flat(args, kwargs) if is_dtensor(a)):
+        raise cannot_keep(info, args, kwargs)
     if not info.name.startswith(("aten.", "prims.")):
         raise NoRuleError(f"{info.name}: the operator has no sharding rule, and its output cannot be predicted")
 
     def whole(a: Any) -> Any:
-        if not _is(a):
+        if not is_dtensor(a):
             return a
         return hot.redistribute_local(a._local_tensor, a._spec, a._spec.with_placements((Replicate(),) * mesh.ndim))
 
-    largs, lkwargs = _map(whole, args, kwargs)
+    largs, lkwargs = map_args(whole, args, kwargs)
     got = info.run(*largs, **lkwargs)
 
     def wrap(t: Any) -> Any:
@@ -370,106 +278,20 @@ def _decompose(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return NotImplemented
 
 
-# ------------------------------------------------------------ written arguments
-def _kept(info: OpInfo, call: Call) -> dict[int, int]:
-    """Input that is written -> output that is it, or -1."""
-    keep: dict[int, int] = {}
-    returns = info.func._schema.returns
-    for a in info.func._schema.arguments:
-        if a.alias_info is not None and a.alias_info.is_write:
-            at = call.index(a.name)
-            if at is not None:
-                out = [
-                    j for j, r in enumerate(returns)
-                    if r.alias_info is not None and r.alias_info.before_set == a.alias_info.before_set
-                ]  # fmt: skip
-                keep[at] = out[0] if out else -1
-    return keep
-
-
-def check_written(info: OpInfo, call: Call, outs: Sequence[TensorMeta | None]) -> None:
-    """The result of an in-place op fits its target."""
-    target = call.inputs[0]
-    if outs and outs[0] is not None and len(outs) == 1 and tuple(outs[0].shape) != tuple(target.shape):
-        raise RuntimeError(f"{info.name}: the result has shape {list(outs[0].shape)}, the target {list(target.shape)}")
-
-
-def _cannot_keep(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutError:
-    functional = info.name.split(".")[1].rstrip("_")
-    return LayoutError(
-        explain_error(
-            info.name, layouts(args, kwargs),
-            "an in-place op cannot change the layout of the tensor it writes, and none of its strategies keeps it",
-            f"x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first, or use {functional}",
-        )
-    )  # fmt: skip
-
-
-def _out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`out=`: compute out of place, bring the result into the layout of `out`, write it there."""
-    outs = [a.name for a in info.func._schema.arguments if a.is_out]
-    targets = [kwargs[n] for n in outs]
-    rest = {k: v for k, v in kwargs.items() if k not in outs}
-    packet = getattr(torch.ops.aten, info.func._schema.name.rpartition("::")[2])
-    wanted = [(a.name, str(a.type)) for a in info.func._schema.arguments if not a.is_out]
-    for name in packet.overloads():
-        base = getattr(packet, name)
-        same = [(a.name, str(a.type)) for a in base._schema.arguments] == wanted
-        if same and not any(a.alias_info and a.alias_info.is_write for a in base._schema.arguments):
-            break
-    else:
-        raise NoRuleError(f"{info.name}: no out-of-place form was found; call it without out=")
-    result = base(*args, **rest)
-    many = list(result) if isinstance(result, (list, tuple)) else [result]
-    for t, target in zip(many, targets, strict=True):
-        if not _is(target):
-            raise MixedTensorError(f"{info.name}: out= must be a DTensor when an input is one, got a plain tensor")
-        if t.shape != target.shape:
-            raise LayoutError(
-                f"{info.name}: out= has shape {list(target.shape)}, the result {list(t.shape)}; "
-                "a DTensor cannot be resized, make it of the right shape"
-            )
-    for t, target in zip(many, targets, strict=True):
-        target.copy_(t)
-    return tuple(targets) if isinstance(result, tuple) else targets if isinstance(result, list) else targets[0]
-
-
-def _inplace_view(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`squeeze_`, `t_` and the like: take over what the view gives, and set the wrapper's own metadata."""
-    packet = info.func._schema.name.rpartition("::")[2].rstrip("_")
-    overload = "int" if packet == "transpose" else info.func._overloadname
-    base = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-    if base is None or packet in ("resize", "set", "as_strided", "detach"):
-        raise NoRuleError(
-            explain_error(
-                info.name, layouts(args, kwargs), "the storage of a DTensor cannot be changed in place",
-                "make a new DTensor instead",
-            )
-        )  # fmt: skip
-    target = args[0]
-    view = base(*args, **kwargs)
-    if isinstance(view._spec, MovedSpec):
-        raise _cannot_keep(info, args, kwargs)
-    with torch._C._DisableTorchDispatch():
-        info.func(*args, **kwargs)
-    target._local_tensor, target._spec = view._local_tensor, view._spec
-    return target
-
-
 # ------------------------------------------------------------ views that moved
 def _settle(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with views that had to move data: they may be read while their base is as it was, not written."""
     origin: list[Any] = []
 
     def settle(a: Any) -> Any:
-        if not _is(a) or not isinstance(a._spec, MovedSpec):
+        if not is_dtensor(a) or not isinstance(a._spec, MovedSpec):
             return a
         origin.append(a._spec.base)
         return hot._new(hot._DTensor, a._local_tensor, settled_spec(a, info.name), requires_grad=False)
 
     params = info.func._schema.arguments
     for name, a in [*zip((p.name for p in params), args, strict=False), *kwargs.items()]:
-        if name in info.written and any(_is(x) and isinstance(x._spec, MovedSpec) for x in _flat((a,), {})):
+        if name in info.written and any(is_dtensor(x) and isinstance(x._spec, MovedSpec) for x in flat((a,), {})):
             raise LayoutError(
                 explain_error(
                     info.name, layouts(args, kwargs),
@@ -477,11 +299,11 @@ def _settle(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     "redistribute the base first so that the view is local, or write through the whole tensor",
                 )
             )  # fmt: skip
-    new_args, new_kwargs = _map(settle, args, kwargs)
+    new_args, new_kwargs = map_args(settle, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
     if info.is_view:  # also of the first base, if it has moved again: the temporary wrapper above is never written
         for t in result if isinstance(result, (list, tuple)) else [result]:
-            if _is(t):
+            if is_dtensor(t):
                 t._spec = MovedSpec.of(t._spec, origin[0])
     return result
 

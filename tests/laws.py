@@ -32,6 +32,8 @@ from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, i
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
 from dtensor import tensor as tensor_module
+from dtensor.dispatch_call import flat as arguments_of
+from dtensor.dispatch_call import make_call, map_args, output_metas
 from dtensor.propagate import all_decisions
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
@@ -340,15 +342,15 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
         return
     if info.special or info.kind != "plain" or info.entry is None or info.entry.random:
         return
-    tensors = [a for a in slow._flat(args, kwargs) if isinstance(a, DTensor)]
-    others = [a for a in slow._flat(args, kwargs) if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)]
+    tensors = [a for a in arguments_of(args, kwargs) if isinstance(a, DTensor)]
+    others = [a for a in arguments_of(args, kwargs) if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)]
     if others or not tensors or not all(t._spec.is_replicated() for t in tensors):
         return
-    metas = slow.output_metas(func, args, kwargs)
+    metas = output_metas(func, args, kwargs)
     if metas is None:
         return
     structure, outs = metas
-    call = slow.make_call(func, args, kwargs, outs)
+    call = make_call(func, args, kwargs, outs)
     rule = slow.rule_of(info.entry, call)
     if rule is None:
         return
@@ -363,14 +365,14 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
     for at, decision in enumerate(all_decisions(info.name, rule, call.inputs, outs, mesh, pending=pending)):
         if at >= limit:
             break
-        given = slow.make_call(func, args, kwargs, outs)
+        given = make_call(func, args, kwargs, outs)
         given.inputs = decision.inputs
         pieces = iter(
             hot._new(DTensor, part_of(full, s, seed=i), s, requires_grad=False)
             for i, (full, s) in enumerate(zip(fulls, decision.inputs, strict=True))
         )
-        wrapped, wrapped_kw = slow._map(lambda a: next(pieces) if isinstance(a, DTensor) else a, args, kwargs)  # noqa: B023
-        local, named = slow._map(lambda a: a._local_tensor if isinstance(a, DTensor) else a, wrapped, wrapped_kw)
+        wrapped, wrapped_kw = map_args(lambda a: next(pieces) if isinstance(a, DTensor) else a, args, kwargs)  # noqa: B023
+        local, named = map_args(lambda a: a._local_tensor if isinstance(a, DTensor) else a, wrapped, wrapped_kw)
         if info.written and any(
             s is not None and s.placements != decision.inputs[0].placements for s in decision.outputs
         ):
@@ -394,8 +396,8 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
 
 
 def _clones(args: Any) -> Any:
-    return slow._map(lambda a: a._local_tensor.clone() if isinstance(a, DTensor) else a, args, {})[0]
+    return map_args(lambda a: a._local_tensor.clone() if isinstance(a, DTensor) else a, args, {})[0]
 
 
 def _clones_kw(kwargs: Any) -> Any:
-    return slow._map(lambda a: a._local_tensor.clone() if isinstance(a, DTensor) else a, (), kwargs)[1]
+    return map_args(lambda a: a._local_tensor.clone() if isinstance(a, DTensor) else a, (), kwargs)[1]

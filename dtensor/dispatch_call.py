@@ -1,0 +1,111 @@
+"""A call as dispatch sees it on a miss: its arguments, their layouts in short, the metadata of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor import dispatch as hot
+from dtensor.dispatch import Op
+from dtensor.registry import Call, flat_inputs
+from dtensor.spec import TensorMeta
+
+__all__ = ["flat", "is_dtensor", "layouts", "make_call", "map_args", "output_metas"]
+
+
+def is_dtensor(x: object) -> bool:
+    """True for a DTensor, subclasses included."""
+    return isinstance(x, hot._DTensor)
+
+
+def flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """All arguments in order, lists taken apart."""
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, (list, tuple)):
+            yield from a
+        else:
+            yield a
+
+
+def map_args(
+    f: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `f` to every argument, and to the items of lists."""
+    one = lambda a: [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)  # noqa: E731
+    return tuple(one(a) for a in args), {k: one(v) for k, v in kwargs.items()}
+
+
+def layouts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments in short: layout strings for DTensors, values for the rest."""
+
+    def show(a: Any) -> str:
+        if is_dtensor(a):
+            return str(a._spec)
+        if isinstance(a, torch.Tensor):
+            return f"plain {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+        if isinstance(a, (list, tuple)):
+            return "[" + ", ".join(show(x) for x in a) + "]"
+        return repr(a)
+
+    return ", ".join([show(a) for a in args] + [f"{k}={show(v)}" for k, v in kwargs.items()])
+
+
+def make_call(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[TensorMeta | None]) -> Call:
+    """The call with specs in the tensors' places and defaults filled in."""
+    spec = lambda a: a._spec if is_dtensor(a) else a  # noqa: E731
+    sa, sk = map_args(spec, args, kwargs)
+    arguments: dict[str, Any] = {}
+    for i, a in enumerate(func._schema.arguments):
+        arguments[a.name] = sa[i] if i < len(sa) else sk.get(a.name, a.default_value)
+    inputs, names = flat_inputs(list(arguments.items()))
+    return Call(func, arguments, inputs, names, tuple(outs))
+
+
+def output_metas(
+    func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, tuple[TensorMeta | None, ...]] | None:
+    """Structure ("one", "tuple", "list", "none") and global metadata of the outputs; None if not known before running.
+
+    The op runs on meta tensors of the global shapes, so its own shape errors reach the user as they are.
+    """
+
+    def meta(a: Any) -> Any:
+        if is_dtensor(a):
+            s = a._spec
+            return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")
+        return None if isinstance(a, torch.Generator) else a
+
+    margs, mkwargs = map_args(meta, args, kwargs)
+    params = func._schema.arguments
+    if any(a.name == "device" for a in params):
+        at = next((i for i, a in enumerate(params) if a.name == "device" and not a.kwarg_only), len(margs))
+        if at < len(margs):
+            margs = (*margs[:at], torch.device("meta"), *margs[at + 1 :])
+        else:
+            mkwargs["device"] = torch.device("meta")
+        mkwargs.pop("pin_memory", None)
+    try:
+        got = func(*margs, **mkwargs)
+    except (NotImplementedError, ZeroDivisionError):  # the latter where torch's own shape functions average nothing
+        return None
+    except RuntimeError as e:
+        unknown = type(e).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
+        if unknown or "meta tensor" in str(e):
+            return None
+        raise
+    if got is None:
+        return "none", ()
+    if isinstance(got, torch.Tensor):
+        return "one", (_meta_of(got),)
+    if isinstance(got, (list, tuple)) and all(t is None or isinstance(t, (torch.Tensor, int)) for t in got):
+        if not got:
+            return "none", ()
+        metas = tuple(_meta_of(t) if isinstance(t, torch.Tensor) else None for t in got)
+        return "list" if isinstance(got, list) else "tuple", metas
+    return None
+
+
+def _meta_of(t: torch.Tensor) -> TensorMeta:
+    return TensorMeta(t.shape, tuple(t.stride()), t.dtype)
