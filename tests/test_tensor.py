@@ -236,3 +236,26 @@ def test_no_write_escapes_a_view_that_moved_data() -> None:
                         (view + 0).full_tensor()
 
     on(2, f)
+
+
+def test_without_torchs_own_wrapper_constructor(monkeypatch) -> None:
+    """Older versions of torch lack the C++ constructor; the one in Python does the same."""
+    from dtensor import dispatch, tensor
+
+    monkeypatch.setattr(tensor, "new", tensor._python_new)
+    monkeypatch.setattr(dispatch, "_new", tensor._python_new)
+    dispatch._clear()  # plans hold the constructor
+
+    def f(mesh):
+        x, w = make(rand(6, 4), mesh, [Shard(0)], requires_grad=True), make(rand(4, 5), mesh, [R], requires_grad=True)
+        y = torch.softmax(x @ w, 1).t().reshape(30)
+        y.square().sum().backward()
+        a, b = rand(6, 4).requires_grad_(), rand(4, 5).requires_grad_()
+        z = torch.softmax(a @ b, 1).t().reshape(30)
+        z.square().sum().backward()
+        for got, want in ((y, z), (x.grad, a.grad), (w.grad, b.grad)):
+            torch.testing.assert_close(got.full_tensor(), want)
+        assert y.shape == (30,) and x.grad.stride() == (4, 1) and x.dtype == torch.float32
+
+    on(2, f)
+    dispatch._clear()
