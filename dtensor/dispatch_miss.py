@@ -142,7 +142,8 @@ def miss(
             raise NoRuleError(
                 explain_error(
                     info.name, layouts(args, kwargs), "the operator has no sharding rule",
-                    f"register one: dtensor.experimental.register_sharding(torch.ops.{info.name})",
+                    f"dtensor.registry.register({info.name.rpartition('.')[0]!r}, pattern(...)), "
+                    f"or dtensor.experimental.register_sharding(torch.ops.{info.name})",
                 )
             )  # fmt: skip
         notice(info, call)

@@ -164,7 +164,7 @@ def entries() -> Mapping[str, Entry]:
 
 
 def printed() -> str:
-    """All rules, one a line, alphabetically: what the golden file holds."""
+    """All rules, one a line, alphabetically."""
     lines = []
     for name, e in entries().items():
         notes = (" values=" + ",".join(sorted(e.values)) if e.values else "") + (" random" if e.random else "")
