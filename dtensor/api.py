@@ -73,7 +73,7 @@ def _cut(local: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
     """One collective per mesh axis, left to right, on what the axes before left."""
     mesh = spec.mesh
     if mesh.coord is None:
-        return local.new_empty(spec.local_shape)
+        return local.new_zeros(spec.local_shape)
     done: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     start = local
     for axis, p in enumerate(spec.placements):

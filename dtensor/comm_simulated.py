@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dtensor.comm import Communicator, Pending, Shape, observers, received
 from dtensor.rank_threads import CollectiveMismatch, RankThreads, Signature
 from dtensor.reductions import check_reduction, reduce_tensors
-from dtensor.world import World
+from dtensor.world import World, check_own
 
 __all__ = ["SPECIFICATION", "SimulatedCommunicator", "SimulatedWorld"]
 
@@ -129,6 +129,7 @@ class SimulatedCommunicator(Communicator):
         if len(observers):
             observers.report(kind, self.ranks, elements, itemsize)
         world = self._world
+        check_own(world, "this mesh")
         return world.threads.meet(world.rank, self.ranks, self.rank, (kind, *signature), payload, run_local(work))
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:

@@ -26,7 +26,7 @@ from dtensor.mesh_arguments import as_names, as_ranks, choose_device, normalise_
 from dtensor.mesh_geometry import AxisRef, BackendConfig
 from dtensor.mesh_groups import MeshGroups, canonical
 from dtensor.mesh_layout import Axis, coalesce, overlap, row_major, split_axis
-from dtensor.world import World, current_world, has_world
+from dtensor.world import World, check_own, current_world, has_world
 
 __all__ = ["DeviceMesh", "as_mesh", "init_device_mesh"]
 
@@ -81,7 +81,13 @@ class DeviceMesh(MeshGroups):
         if not is_range and np.unique(flat).size != flat.size:
             raise ValueError(f"DeviceMesh: a rank occurs twice in {ranks.tolist()}")
         key: object = flat.size if is_range else flat.tobytes()
+        if flat.size == 0 and ranks.ndim:
+            raise ValueError(f"DeviceMesh: a mesh of shape {ranks.shape} has no ranks; every axis needs at least one")
         world = self._find_world(device_type, flat.size, _init_backend, _rank)
+        least, most = (0, flat.size - 1) if is_range else (int(flat.min()), int(flat.max()))
+        if least < 0 or (_init_backend and world is not None and most >= world.size):
+            bound = "no rank" if world is None else f"no rank of a world of {world.size}"
+            raise RuntimeError(f"DeviceMesh: {ranks.tolist()} names rank {least if least < 0 else most}, {bound}")
         self._setup(device_type, flat, key, row_major(ranks.shape), names, world, _rank, None)
         self._overrides = tuple(backend_override) if backend_override else None
         if _init_backend:
@@ -358,6 +364,8 @@ def init_device_mesh(
     has, and for override keys that name no axis.
     """
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
+    if any(n < 1 for n in shape):
+        raise ValueError(f"init_device_mesh: every axis needs at least one rank, got mesh_shape={shape}")
     if mesh_dim_names is not None:
         if len(set(mesh_dim_names)) != len(mesh_dim_names):
             raise RuntimeError(f"Each mesh_dim_name must be unique. Found repeated mesh_dim_name in {mesh_dim_names}")
@@ -429,6 +437,8 @@ def as_mesh(mesh: object) -> DeviceMesh:
     Raises RuntimeError for None where no mesh is active, TypeError for anything else.
     """
     if isinstance(mesh, DeviceMesh):
+        if mesh._world is not None and mesh._world.kind == "simulated":
+            check_own(mesh._world, "this mesh")
         return mesh
     if mesh is None:
         return DeviceMesh.current()

@@ -162,6 +162,9 @@ class MeshGeometry:
         """
         if mesh_dim is None and self.ndim > 1:
             raise RuntimeError(f"{self!r} has {self.ndim} dimensions: get_local_rank(mesh_dim) needs to know which")
+        if isinstance(mesh_dim, str) and mesh_dim in self._get_root_mesh()._flattened:
+            local: int = self._get_root_mesh()._flattened[mesh_dim].get_local_rank()
+            return local
         axis = self.axis_of(0 if mesh_dim is None else mesh_dim)
         if self.coord is None:
             raise IndexError(f"rank {self._rank} is not in {self!r}, so it has no local rank there")

@@ -269,6 +269,8 @@ class RankThreads:
     def _deadlock(self) -> CollectiveMismatch:
         """The error that tells why no rank can go on: two ranks that differ, and the place of each."""
         waiting = [(r, s.waits) for r, s in enumerate(self._ranks) if not s.done and s.waits is not None]
+        if not waiting:
+            return CollectiveMismatch(f"no rank can go on, and none is in a collective. {_ADVICE}")
         rank, (signature, ranks) = waiting[0][0], waiting[0][1] or ((), ())
         parts = [f"no rank can go on: {self._describe(rank, signature)}, with ranks {_short(ranks)}"]
         missing = [r for r in ranks if self._ranks[r].done]

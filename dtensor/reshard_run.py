@@ -81,7 +81,7 @@ def _bind(plan: ReshardPlan) -> Run:
     dst_shape = plan.dst.local_shape
     coord = plan.src.mesh.coord
     if coord is None:
-        return lambda x, _: x.new_empty(dst_shape)
+        return lambda x, _: x.new_zeros(dst_shape)  # nothing, or the 0 of a tensor of no dims
     steps = [
         _BIND[step.kind](plan.src, step, coord, nxt is not None and nxt.is_collective)
         for step, nxt in pairwise([*plan.steps, None])

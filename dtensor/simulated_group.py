@@ -18,6 +18,7 @@ from dtensor.comm import observers, received
 from dtensor.comm_simulated import SimulatedWorld, run_local
 from dtensor.rank_threads import Signature
 from dtensor.reductions import check_reduction, reduce_tensors
+from dtensor.world import check_own
 
 __all__ = ["SimulatedProcessGroup", "group_name_of"]
 
@@ -136,6 +137,7 @@ class SimulatedProcessGroup(_Group):
     def _meet(self, kind: str, signature: Signature, payload: Any, work: Combine, elements: int, itemsize: int) -> Any:
         if len(observers) and kind != "barrier":
             observers.report(kind, self._ranks, elements, itemsize)
+        check_own(self._world, "this process group")
         threads = self._world.threads
         return threads.meet(
             self._world.rank, self._ranks, self._at, (f"dist.{kind}", *signature), payload, run_local(work)

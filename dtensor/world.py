@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-__all__ = ["World", "WorldKind", "current_world", "entered", "fresh_identity", "has_world", "innermost"]
+__all__ = ["World", "WorldKind", "check_own", "current_world", "entered", "fresh_identity", "has_world", "innermost"]
 
 WorldKind = Literal["c10d", "simulated", "fake"]
 
@@ -100,6 +100,20 @@ def _c10d_identity() -> Hashable:
 def has_world() -> bool:
     """True where `current_world()` has an answer."""
     return bool(_entered.stack) or dist.is_initialized()
+
+
+def check_own(world: World, what: str) -> None:
+    """RuntimeError where one simulated rank uses `what` of another rank, or of another run.
+
+    A thread that a rank started itself has entered no world, and counts as that rank.
+    """
+    here = innermost("simulated")
+    if here is not None and here is not world:
+        raise RuntimeError(
+            f"{what} was made by rank {world.rank} of a simulated run and is used by rank {here.rank}"
+            + ("" if here.identity == world.identity else " of another run")
+            + "; make it inside the function that is simulated, on every rank (a cache or a global is shared by all)"
+        )
 
 
 def innermost(kind: WorldKind) -> World | None:

@@ -52,7 +52,8 @@ def test_every_rule_is_reached(monkeypatch) -> None:
         warnings.simplefilter("ignore")
         for sample in all_samples():
             dtensor.simulate(1)(_run_once, sample, (1,))
-    missing = [n for n in entries() if n not in seen and not any(re.match(rf"aten\.{p}", n) for p in ELSEWHERE)]
+    ours = [n for n in entries() if n.startswith("aten.")]  # other tests register rules of their own operators
+    missing = [n for n in ours if n not in seen and not any(re.match(rf"aten\.{p}", n) for p in ELSEWHERE)]
     assert not missing, f"no sample reaches {missing}"
     for reason in ELSEWHERE.values():
         assert not reason.startswith("tests/") or (Path(__file__).parent.parent / reason).exists()

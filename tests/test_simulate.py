@@ -21,6 +21,7 @@ import dtensor.simulate as simulate_module
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.rank_threads import RankThreads
 from dtensor.simulate import CollectiveMismatch, RankError, fake_world, simulate
+from dtensor.tensor import DTensor
 from dtensor.world import current_world
 
 
@@ -666,3 +667,39 @@ def test_rank_threads_alone() -> None:
     threads = RankThreads(3)
     sums = threads.run(lambda r: threads.meet(r, (0, 1, 2), r, ("add",), r, lambda xs: [sum(xs)] * 3))
     assert sums == [3, 3, 3] and threads.error is None
+
+
+def test_a_mesh_of_another_rank_is_refused() -> None:
+    """A cache shared by the ranks hands out rank 0's mesh: an error, not a hang or a wrong shard."""
+    meshes: list[DeviceMesh] = []
+
+    def run() -> None:
+        if not meshes:
+            meshes.append(init_device_mesh("cpu", (2,)))
+        meshes[0].comm().all_reduce(torch.ones(1))
+
+    with pytest.raises(RuntimeError, match="made by rank 0 of a simulated run and is used by rank 1"):
+        simulate(2)(run)
+
+    def no_collective() -> None:
+        if len(meshes) == 1:
+            meshes.append(init_device_mesh("cpu", (2,)))
+        DTensor.from_local(torch.ones(2), meshes[1])
+
+    with pytest.raises(RuntimeError, match="used by rank 1"):
+        simulate(2)(no_collective)
+
+
+def test_meshes_of_ranks_that_are_not_there_are_refused() -> None:
+    def run() -> None:
+        for ranks in ([0, 7], [-1, 0]):
+            with pytest.raises(RuntimeError, match="names rank"):
+                DeviceMesh("cpu", ranks)
+        for shape in ((0,), (-1,), (2, 0)):
+            with pytest.raises(ValueError, match="at least one"):
+                init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        mesh._flatten("ab")
+        assert mesh.get_local_rank("ab") == mesh.get_rank()
+
+    simulate(2)(run)
