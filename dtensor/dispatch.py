@@ -52,8 +52,8 @@ class OpInfo:
     """What dispatch knows about one overload, made at its first use."""
 
     __slots__ = (
-        "entry", "func", "is_view", "kind", "name", "plans", "run", "special", "tensor_outs", "value_args",
-        "value_names", "written", "written_at",
+        "entry", "func", "is_view", "kind", "name", "plans", "run", "special", "value_args", "value_names",
+        "written", "written_at",
     )  # fmt: skip
 
     def __init__(self, func: Op) -> None:
@@ -76,7 +76,6 @@ class OpInfo:
         numbers = _NUMBERS if "*" in values else ()
         self.value_names = frozenset(a.name for a in args if a.name in values or str(a.type) in numbers)
         self.value_args = frozenset(i for i, a in enumerate(args) if a.name in self.value_names)
-        self.tensor_outs = len(schema.returns)
 
 
 _NUMBERS = ("number", "Optional[number]", "float", "Optional[float]", "Tensor", "Optional[Tensor]")
@@ -128,15 +127,17 @@ def implicit_replication() -> Iterator[None]:
         _flags.implicit = before
 
 
-@contextlib.contextmanager
-def strict_views() -> Iterator[None]:
-    """Inside, a view that would have to move data raises LayoutError instead."""
-    before = getattr(_flags, "strict_views", False)
-    _flags.strict_views = True
-    try:
-        yield
-    finally:
-        _flags.strict_views = before
+class strict_views:  # noqa: N801 - used as a function
+    """Inside, a view that would have to move data raises LayoutError instead. A class: `view` is on the hot path."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before = getattr(_flags, "strict_views", False)
+        _flags.strict_views = True
+
+    def __exit__(self, *error: object) -> None:
+        _flags.strict_views = self.before
 
 
 # ------------------------------------------------------------ the hit
@@ -245,7 +246,7 @@ class Plan:
         )
         self.places = _places(call, arg_names)
         given = decision.rule.localize(decision.inputs, decision.outputs) if decision.rule.localize else {}
-        self.overrides = dict(given)
+        self.overrides = tuple((_position(call.op, name), name, value) for name, value in given.items())
         outs = decision.outputs
         self.out: Any = outs[0] if structure == "one" else outs
         self.inplace, self.written = bool(info.written), info.written_at
@@ -281,19 +282,12 @@ class Plan:
                     box[at] = redistribute_local(box[at], src, dst)
                 else:
                     box[at][sub] = redistribute_local(box[at][sub], src, dst)
-            for name, value in self.overrides.items():
-                at = self.call_position(name)
+            for at, name, value in self.overrides:
                 if at < len(local):
                     local[at] = value
                 else:
                     named[name] = value
         return local, named
-
-    def call_position(self, name: str) -> int:
-        """Position of argument `name` in the schema."""
-        return next(
-            (i for i, a in enumerate(self.call.op._schema.arguments) if a.name == name and not a.kwarg_only), 1 << 30
-        )
 
     def compute(self, local: list[Any], named: dict[str, Any]) -> Any:
         """Moves, then the local op or kernel: local results."""
@@ -443,6 +437,11 @@ def _wrap(local: Any, spec: Spec | None, base: Any) -> Any:
 def _aliases(op: Op) -> bool:
     returns = op._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _position(op: Op, name: str) -> int:
+    """Position of argument `name` in the schema; beyond all for one that is given by name only."""
+    return next((i for i, a in enumerate(op._schema.arguments) if a.name == name and not a.kwarg_only), 1 << 30)
 
 
 def _places(call: Call, arg_names: Sequence[str]) -> tuple[tuple[Any, int | None], ...]:

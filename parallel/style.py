@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from dtensor.device_mesh import as_mesh
 from dtensor.placement import StridedShard
+from dtensor.strides import stride_like
 
 __all__ = ["ParallelStyle", "check_placement", "lay_out", "one_axis_mesh", "on_input", "on_output", "relayout", "wrap"]
 
@@ -112,7 +113,7 @@ def wrap(
         return DTensor.from_local(x, mesh, [layout], run_check=False)
     _check_piece(x, mesh, features, call)
     shape = (*x.shape[:-1], features)
-    stride = _stride_like(x, shape)
+    stride = stride_like(x, shape)
     return DTensor.from_local(x, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
@@ -131,15 +132,6 @@ def _check_piece(x: torch.Tensor, mesh: DeviceMesh, features: int, call: str) ->
         f"  rule: rank {r} of {k} holds {want} of the module's {features} input features\n"
         "  fix: pass the piece, a DTensor, or the input_layouts that the tensor really has"
     )
-
-
-def _stride_like(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of `x`'s."""
-    stride, step = [0] * x.ndim, 1
-    for d in sorted(range(x.ndim), key=lambda d: (x.stride(d), -d)):
-        stride[d] = step
-        step *= max(shape[d], 1)
-    return tuple(stride)
 
 
 def relayout(x: DTensor, layout: Placement) -> DTensor:
