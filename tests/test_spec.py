@@ -6,8 +6,10 @@ import pickle
 import pytest
 import torch
 
-from dtensor import Partial, Replicate, Shard, StridedShard, init_device_mesh
-from dtensor.simulate import fake_world
+from dtensor import Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
+from dtensor._utils import compute_local_shape_and_global_offset
+from dtensor.errors import LayoutError
+from dtensor.simulate import fake_world, simulate
 from dtensor.spec import Spec, contiguous_stride, dim_intervals, normalize_placements
 
 
@@ -116,3 +118,26 @@ def test_a_hundred_thousand_ranks() -> None:
         mesh = init_device_mesh("cpu", (100, 1000))
         spec = Spec.make(mesh, (Shard(0), Shard(1)), (5000, 2001), (2001, 1), torch.float32)
         assert spec.local_shape_of((99, 999)) == (50, 0) and spec.local_shape_of((0, 3)) == (50, 3)
+
+
+@pytest.mark.parametrize("layout", [(Shard(0), Shard(0)), (StridedShard(0, split_factor=2), Shard(0))])
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 9])
+def test_shape_and_offset_describe_the_shard(n: int, layout: tuple) -> None:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        full = torch.arange(n)
+        local = distribute_tensor(full, mesh, layout).to_local()
+        sizes, offset = compute_local_shape_and_global_offset(full.shape, mesh, layout)
+        assert sizes == tuple(local.shape) and offset[0] <= n
+        assert torch.equal(full[offset[0] : offset[0] + sizes[0]], local)
+
+    simulate(4)(program)
+
+
+def test_runs_have_no_one_offset() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        layout = (StridedShard(0, split_factor=2),)
+        with pytest.raises(LayoutError, match="no one offset"):
+            compute_local_shape_and_global_offset((8,), mesh, layout)
+        assert compute_local_shape_and_global_offset((8,), mesh, layout, skip_offset=True) == ((4,), ())
