@@ -1,0 +1,203 @@
+"""Linear algebra: the dims of a matrix stay whole, batch dims are free, so are the columns of a right-hand side.
+
+    cholesky    ... [n] [n] -> ... [n] [n], ...                   and how it went, a number a matrix
+    svd         ... [m] [n] -> ... [m] [k], ... [k], ... [k] [n]
+    solve       ... [n] [n], ... [n] c -> ... [n] c, ...          linear in the right-hand side
+
+A factor that only some outputs have is cut by a kernel: the others come out alike everywhere, which is not a sum.
+
+    solve, columns c over 2 ranks       x = S(1)     the LU factors: the same on both ranks
+
+Decompositions that may fail do so on the rank that holds the bad matrix; a flag, reduced after each, makes all
+ranks fail together. Where an op only reports (`info`), it is `_linalg_check_errors` that fails: it reads all reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dtensor.factors import Dims, Kernel, Linear, Rule, linear
+from dtensor.kernel import KernelContext
+from dtensor.pattern import parse_pattern
+from dtensor.registry import Builder, Call, register
+from propagation_rules.pointwise import broadcast_rule, sound_groups
+
+__all__ = ["matrices", "plain_run"]
+
+
+def plain_run(ctx: KernelContext) -> object:
+    """The op itself on this rank's tensors."""
+    params = ctx.call.op._schema.arguments
+    args = [ctx.arguments[a.name] for a in params if not a.kwarg_only]
+    return ctx.call.op(*args, **{a.name: ctx.arguments[a.name] for a in params if a.kwarg_only})
+
+
+def _together(ctx: KernelContext) -> object:
+    """The op itself; where it fails on one rank, it fails on all of the kernel's axes."""
+    error: Exception | None = None
+    try:
+        got = plain_run(ctx)
+    except torch.linalg.LinAlgError as e:
+        error = e
+    flag = torch.tensor([int(error is not None)], dtype=torch.int32, device=ctx.inputs[0].device)
+    if bool(ctx.all_reduce(flag, "max").item()):
+        raise torch.linalg.LinAlgError(f"{ctx.call.op}: the algorithm failed for a matrix of the batch") from error
+    return got
+
+
+@dataclass(frozen=True, slots=True)
+class matrices:  # noqa: N801 - used as a function
+    """Builder from a pattern over the tensors given; an output without elements that should have has no factors.
+
+    Args:
+        text: the pattern.
+        linear: the input that the first output is linear in, the other outputs not depending on it.
+        fails: the op raises where a matrix will not do; `check_errors=True` makes any op do so.
+    """
+
+    text: str
+    linear: int | None = None
+    fails: bool = False
+
+    def __call__(self, call: Call) -> Rule:
+        left, _, right = self.text.partition("->")
+        metas = call.outputs
+        skipped = [m is not None and tuple(m.shape) == (0,) and t.split() != ["n"] for t, m in zip(
+            right.split(","), metas, strict=True)]  # fmt: skip
+        wanted = ["1" if skip else t for t, skip in zip(right.split(","), skipped, strict=True)]
+        ins, outs, sizes, whole, _ = parse_pattern(
+            f"{left}->{','.join(wanted)}",
+            [s.shape for s in call.inputs],
+            [None if m is None else m.shape for m in metas],
+        )
+        groups: tuple[Linear, ...] = ()
+        if self.linear is not None:
+            others = frozenset(range(1, len(metas)))
+            groups = sound_groups(call, (replace(linear(self.linear), whole_outputs=others),))
+        fails = self.fails or bool(call.get("check_errors"))
+        return _with_kernels(Rule(ins, outs, sizes, whole, linear=groups), fails)
+
+    @property
+    def text_form(self) -> str:
+        """Printed form."""
+        return self.text + ("" if self.linear is None else f"   linear {self.linear}")
+
+
+def _with_kernels(rule: Rule, fails: bool) -> Rule:
+    """Kernels for the factors that not all outputs have, or for all where the op may fail."""
+    used = {f for dims in (*rule.inputs, *rule.outputs) for d in dims for f in d} - rule.whole
+    kernels: dict[tuple[str, ...], set[int]] = {}
+    for f in used:
+        hows = tuple("shard" if any(f in d for d in dims) else "replicate" for dims in rule.outputs)
+        if fails or "replicate" in hows:
+            kernels.setdefault(hows, set()).add(f)
+    run, sent = (_together, 1) if fails else (plain_run, 0)
+    made = tuple(Kernel("matrices", frozenset(fs), hows, run, sent, sent) for hows, fs in sorted(kernels.items()))
+    return replace(rule, whole=rule.whole.union(*kernels.values()), kernels=made)
+
+
+# ------------------------------------------------------------ by hand
+def _is_vector(a: Sequence[int], b: Sequence[int]) -> bool:
+    """How torch tells right-hand sides that are vectors from matrices."""
+    return len(b) == 1 or (len(a) - 1 == len(b) and tuple(a[:-1]) == tuple(b))
+
+
+def solve(call: Call) -> Rule:
+    """The right-hand side may be a matrix on either side, or a vector."""
+    side = "... [n] c" if call["left"] else "... c [n]"
+    if _is_vector(call.inputs[0].shape, call.inputs[1].shape):
+        side = "... [n]"
+    return matrices(f"... [n] [n], {side} -> {side}, ... [n] [n], ... [n], ...", linear=1)(call)
+
+
+def _sided(left: str, right: str, linear: int) -> Builder:
+    """The pattern depends on the side that a matrix stands on."""
+
+    def build(call: Call) -> Rule:
+        return matrices(left if call["left"] else right, linear)(call)
+
+    build.text_form = f"{left}   or   {right}   linear {linear}"  # type: ignore[attr-defined]
+    return build
+
+
+def svd(call: Call) -> Rule:
+    """Full matrices have more rows and columns than there are singular values."""
+    u, v = ("[m]", "[n]") if call["full_matrices"] else ("[k]", "[k]")
+    return matrices(f"... [m] [n] -> ... [m] {u}, ... [k], ... {v} [n]", fails=True)(call)
+
+
+def cross(call: Call) -> Rule:
+    """Dims broadcast; the one that the product works along is whole."""
+    rule = broadcast_rule(call, sound_groups(call, (linear(0), linear(1))))
+    out = call.outputs[0]
+    assert out is not None
+    return replace(rule, whole=frozenset({int(call["dim"]) % len(out.shape)}))
+
+
+def norms_of_slices(call: Call) -> Rule:
+    """`renorm`: each slice of `dim` is scaled by its own norm, so `dim` alone is free."""
+    x = call.inputs[0]
+    d = call.dim()
+    dims: Dims = tuple((i,) for i in range(x.ndim))
+    return Rule((dims,), (dims,), tuple(x.shape), frozenset(range(x.ndim)) - {d})
+
+
+def trace(call: Call) -> Rule:
+    """Of a shard those elements are added up that lie on the diagonal of the whole."""
+    rule = matrices("[m] [n] ->", linear=0)(call)
+    return replace(rule, kernels=(Kernel("trace", frozenset({0, 1}), ("sum",), _run_trace),))
+
+
+def _run_trace(ctx: KernelContext) -> torch.Tensor:
+    x, out = ctx.inputs[0], ctx.out_specs[0]
+    assert out is not None
+    rows, columns = (ctx.indices(0, d, x.device) for d in (0, 1))
+    return torch.where(rows[:, None] == columns, x, torch.zeros_like(x)).sum(dtype=out.dtype)
+
+
+_SQUARE = "... [n] [n]"
+register("aten._linalg_check_errors", lambda call: Rule(tuple(((),) * s.ndim for s in call.inputs), (), ()))
+register("aten._linalg_det", matrices(f"{_SQUARE} -> ..., {_SQUARE}, ... [n]"))
+register("aten._linalg_eigh", matrices(f"{_SQUARE} -> ... [n], {_SQUARE}", fails=True))
+register("aten._linalg_eigvals", matrices(f"{_SQUARE} -> ... [n]", fails=True))
+register("aten._linalg_slogdet", matrices(f"{_SQUARE} -> ..., ..., {_SQUARE}, ... [n]"))
+register("aten._linalg_solve_ex", solve)
+register("aten._linalg_svd", svd)
+register("aten.cholesky", matrices(f"{_SQUARE} -> {_SQUARE}", fails=True))
+register("aten.cholesky_inverse aten.linalg_matrix_exp", matrices(f"{_SQUARE} -> {_SQUARE}"))
+register("aten.cholesky_solve aten._cholesky_solve_helper", matrices("... [n] c, ... [n] [n] -> ... [n] c", linear=0))
+register("aten.linalg_cholesky_ex aten.linalg_inv_ex", matrices(f"{_SQUARE} -> {_SQUARE}, ..."))
+register("aten.linalg_cross", cross)
+register("aten.linalg_eig", matrices(f"{_SQUARE} -> ... [n], {_SQUARE}", fails=True))
+register("aten.linalg_householder_product", matrices("... [m] [n], ... [k] -> ... [m] [n]"))
+register("aten.linalg_ldl_factor_ex", matrices(f"{_SQUARE} -> {_SQUARE}, ... [n], ..."))
+register("aten.linalg_ldl_solve", matrices("... [n] [n], ... [n], ... [n] c -> ... [n] c", linear=2))
+register("aten.linalg_lu", matrices("... [m] [n] -> ... [m] [m], ... [m] [k], ... [k] [n]"))
+register("aten.linalg_lu_factor_ex", matrices("... [m] [n] -> ... [m] [n], ... [k], ..."))
+register(
+    "aten.linalg_lu_solve",
+    _sided("... [n] [n], ... [n], ... [n] c -> ... [n] c", "... [n] [n], ... [n], ... c [n] -> ... c [n]", 2),
+)
+register("aten.linalg_pinv.atol_rtol_tensor", lambda call: pinv(call))
+register("aten.linalg_qr", matrices("... [m] [n] -> ... [m] [k], ... [l] [n]"))
+register(
+    "aten.linalg_solve_triangular",
+    _sided("... [n] [n], ... [n] c -> ... [n] c", "... [n] [n], ... c [n] -> ... c [n]", 1),
+)
+register("aten.lu_unpack", matrices("... [m] [n], ... [k] -> ... [m] [m], ... [m] [k], ... [k] [n]"))
+register(
+    "aten.ormqr",
+    _sided("... [n] [k], ... [l], ... [n] c -> ... [n] c", "... [n] [k], ... [l], ... c [n] -> ... c [n]", 2),
+)
+register("aten.renorm", norms_of_slices, values="maxnorm p")
+register("aten.trace", trace)
+register("aten.triangular_solve", matrices("... [n] c, ... [n] [n] -> ... [n] c, ... [n] [n]", linear=0))
+
+
+def pinv(call: Call) -> Rule:
+    """The tolerances, tensors here, have the batch's shape, or broadcast to it."""
+    tolerances = ", ...".join([""] * len(call.inputs))
+    return matrices(f"... [m] [n]{tolerances} -> ... [n] [m]", fails=True)(call)

@@ -1,0 +1,97 @@
+"""Samples of linear algebra, transforms and other numeric ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from laws import Sample, rand
+
+aten = torch.ops.aten
+SUM = ("sum", "avg")
+B, C = 3, 4
+
+
+def spd(*batch: int, n: int = C, seed: int = 0) -> torch.Tensor:
+    """Symmetric positive definite matrices."""
+    a = rand(*batch, n, n, seed=seed)
+    return a @ a.mT + n * torch.eye(n)
+
+
+def _plain(name: str, fn: Any, *tensors: torch.Tensor, **more: Any) -> Sample:
+    return Sample(name, fn, tensors, grads=False, pending=SUM, **more)
+
+
+def _grad(name: str, fn: Any, *tensors: torch.Tensor, **more: Any) -> Sample:
+    return Sample(name, fn, tensors, pending=SUM, rtol=1e-2, atol=1e-3, **more)
+
+
+A, M, V = spd(B), rand(B, C, 2, seed=3), rand(B, C, seed=4)
+W, T = rand(B, 5, 3, seed=5), rand(B, C, C, seed=6).triu() + 3 * torch.eye(C)
+LU, PIVOTS, _ = aten.linalg_lu_factor_ex(rand(B, C, C, seed=7))
+LD, LD_PIVOTS, _ = aten.linalg_ldl_factor_ex(A)
+CHOLESKY = torch.linalg.cholesky(A)
+QR_A, QR_TAU = torch.geqrf(rand(B, 5, 3, seed=8))
+
+LINALG = [
+    _grad("cholesky", torch.linalg.cholesky, A),
+    _plain("cholesky checked", lambda a: torch.linalg.cholesky_ex(a, check_errors=True), A),
+    _plain("cholesky of old", lambda a: aten.cholesky(a), A),
+    _plain("cholesky_inverse", torch.cholesky_inverse, CHOLESKY),
+    _grad("cholesky_solve", torch.cholesky_solve, M, CHOLESKY),
+    _plain("_cholesky_solve_helper", lambda m, a: aten._cholesky_solve_helper(m, a, False), M, CHOLESKY),
+    _grad("det", torch.linalg.det, A),
+    _grad("slogdet", torch.linalg.slogdet, A),
+    _grad("inv", torch.linalg.inv, A),
+    _grad("eigh", lambda a: torch.linalg.eigh(a)[0], A),
+    _grad("eigvalsh", torch.linalg.eigvalsh, A),
+    _plain("eig", lambda a: torch.linalg.eig(a)[0].abs().sum(-1), A),
+    _plain("eigvals", lambda a: aten._linalg_eigvals(a).abs().sum(-1), A),
+    _grad("svd", lambda a: torch.linalg.svd(a, full_matrices=False)[1], W),
+    _plain("svd full", lambda a: torch.linalg.svd(a)[1], W),
+    _grad("svdvals", torch.linalg.svdvals, W),
+    _grad("solve", torch.linalg.solve, A, M),
+    _grad("solve vectors", torch.linalg.solve, A, V),
+    _grad("solve one matrix", torch.linalg.solve, A[0], rand(C, 5, seed=9)),
+    _plain("solve right", lambda a, m: torch.linalg.solve(a, m, left=False), A, M.mT.contiguous()),
+    _plain("solve broadcast", torch.linalg.solve, A[:1], M),
+    _plain("lu_factor", torch.linalg.lu_factor, W),
+    _grad("lu", lambda a: torch.linalg.lu(a)[1:], A),
+    _grad("lu_solve", lambda lu, m, p: torch.linalg.lu_solve(lu, p, m), LU, M, PIVOTS),
+    _plain("lu_solve right", lambda lu, m, p: torch.linalg.lu_solve(lu, p, m, left=False), LU, M.mT, PIVOTS),
+    _plain("lu_unpack", torch.lu_unpack, LU, PIVOTS),
+    _plain("lu_unpack half", lambda a, p: torch.lu_unpack(a, p, unpack_pivots=False)[1:], LU, PIVOTS),
+    _plain("ldl_factor", lambda a: torch.linalg.ldl_factor_ex(a), A),
+    _plain("ldl_solve", torch.linalg.ldl_solve, LD, LD_PIVOTS, M),
+    _grad("qr", torch.linalg.qr, W),
+    _plain("qr r", lambda a: torch.linalg.qr(a, mode="r")[1], W),
+    _plain("householder_product", torch.linalg.householder_product, QR_A, QR_TAU),
+    _plain("ormqr", torch.ormqr, QR_A, QR_TAU, rand(B, 5, 2, seed=11)),
+    _plain("ormqr right", lambda a, t, m: torch.ormqr(a, t, m, left=False), QR_A, QR_TAU, rand(B, 2, 5, seed=12)),
+    _plain("geqrf", torch.geqrf, W),
+    _plain("lstsq", lambda a, b: torch.linalg.lstsq(a, b).solution, W, rand(B, 5, 2, seed=13)),
+    _grad("solve_triangular", lambda a, m: torch.linalg.solve_triangular(a, m, upper=True), T, M),
+    _plain("solve_triangular right", lambda a, m: torch.linalg.solve_triangular(a, m, upper=True, left=False), T, M.mT),
+    _plain("triangular_solve", lambda m, a: aten.triangular_solve(m, a), M, T),
+    _grad("matrix_exp", torch.linalg.matrix_exp, A / 8),
+    _grad("pinv", torch.linalg.pinv, W),
+    _plain("pinv tolerances", lambda a, r: torch.linalg.pinv(a, rtol=r), W, torch.full((B,), 1e-3)),
+    _grad("cross", lambda a, b: torch.linalg.cross(a, b, dim=1), rand(4, 3, 2), rand(1, 3, 2, seed=1)),
+    _grad("matrix_power", lambda a: torch.linalg.matrix_power(a / 8, 3), A),
+    _grad("matrix_norm", lambda a: torch.linalg.matrix_norm(a, "nuc"), W),
+    _grad("tensorinv", lambda a: torch.linalg.tensorinv(a.reshape(2, 2, 4)), A[0]),
+    _grad("renorm", lambda a: torch.renorm(a, 2, 1, 1.0), W),
+    _grad("trace", torch.trace, rand(5, 7)),
+    _plain("trace int", torch.trace, rand(5, 4, dtype=torch.int32)),
+]
+
+COMPLEX = torch.complex(rand(4, 3, 5), rand(4, 3, 5, seed=1))
+FFT = [
+    _grad("rfft", lambda x: torch.view_as_real(torch.fft.rfft(x, dim=1)), rand(4, 6, 3)),
+    _grad("irfft", lambda x: torch.fft.irfft(torch.view_as_complex(x), dim=0), rand(4, 3, 2)),
+    _plain("fft2", lambda x: torch.fft.fft2(x, dim=(0, -1)), COMPLEX),
+    _plain("fft shifted", lambda x: torch.fft.ifftshift(torch.fft.fftshift(torch.fft.fft(x), 1)), COMPLEX),
+    _plain("hfft", torch.fft.hfft, COMPLEX),
+]
+
+SAMPLES = [*LINALG, *FFT]

@@ -1,0 +1,21 @@
+"""The laws, for linear algebra, transforms and other numeric ops."""
+
+from __future__ import annotations
+
+import pytest
+from laws import Sample, check_layouts, check_strategies
+from samples_numeric import SAMPLES
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
+    """Every layout of the inputs gives the plain result, forward and backward."""
+    check_layouts(sample, mesh, limit=10).must_hold()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+def test_strategies(sample: Sample) -> None:
+    """Every derived strategy gives the plain result."""
+    report = check_strategies(sample, (2, 3), limit=12)
+    assert not report.wrong, "\n".join(report.wrong[:10])
