@@ -44,7 +44,7 @@ def compute_local_shape_and_global_offset(
     for d, runs in enumerate(spec.intervals_of(mesh.coord)):
         if any(a + n != b for (a, n), (b, _) in zip(runs, runs[1:], strict=False)):
             raise LayoutError(
-                f"{call}: this rank's part of dim {d} of {spec} is the runs {list(runs)}, which no one offset describes; "
-                "use Spec.intervals_of, or skip_offset=True for the shape alone"
+                f"{call}: this rank's part of dim {d} of {spec} is the runs {list(runs)}, which no one offset "
+                "describes; use Spec.intervals_of, or skip_offset=True for the shape alone"
             )
     return local, spec.local_offset_of(mesh.coord)
