@@ -28,7 +28,7 @@ ELSEWHERE = {
 
 
 def all_samples() -> list[Sample]:
-    names = sorted(p.stem for p in Path(__file__).parent.glob("samples_*.py")) + ["test_rules_conv"]
+    names = sorted(p.stem for p in Path(__file__).parent.glob("samples_*.py"))
     found: dict[int, Sample] = {}
     for name in names:
         for value in vars(importlib.import_module(name)).values():
