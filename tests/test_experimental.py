@@ -254,6 +254,35 @@ def test_implicit_replication() -> None:
     on(f, 4)
 
 
+@pytest.mark.parametrize(
+    ("body", "row", "how"),
+    [
+        (lambda x: x.cumsum(0), ([S(0)], [S(0)]), "other values"),
+        (lambda x: x.sum(0), ([S(0)], [S(0)]), "shards of shapes"),
+        (lambda x: x.relu(), ([Partial()], [Partial()]), "does not reduce"),
+        (lambda x: x.sum(0), ([R], [S(0)]), "differs between positions"),
+    ],
+)
+def test_a_row_that_gives_other_numbers_is_refused(body, row, how) -> None:
+    library = torch.library.Library("shardwright_rows", "FRAGMENT")
+    name = f"op{abs(hash(how))}"
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, body, "CompositeExplicitAutograd")
+    op = getattr(torch.ops.shardwright_rows, name).default
+    try:
+        register_sharding(op)(lambda x: [row])
+
+        def f(mesh: DeviceMesh) -> None:
+            with pytest.raises(ValueError, match=how):
+                op(distribute_tensor(torch.randn(8, 3), mesh, [R]))
+
+        on(f, 2)
+        register_sharding(op, check=False)(lambda x: [row])
+        on(lambda mesh: op(distribute_tensor(torch.randn(8, 3), mesh, [R])).shape, 2)
+    finally:
+        unregister(f"shardwright_rows.{name}.default")
+
+
 def test_distribute_module() -> None:
     def f(mesh: DeviceMesh) -> None:
         net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))

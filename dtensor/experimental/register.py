@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dtensor.experimental.verify import wrong_row
 from dtensor.factors import Rule
 from dtensor.placement import Placement, Shard, StridedShard, as_placement
 from dtensor.registry import Call, op_name, register
@@ -28,13 +29,18 @@ Row = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 RuleFn = Callable[..., Sequence[Row]]
 
 
-def register_sharding(op: Op | Sequence[Op]) -> Callable[[RuleFn], RuleFn]:
+def register_sharding(op: Op | Sequence[Op], *, check: bool = True) -> Callable[[RuleFn], RuleFn]:
     """Decorator that registers a function as the sharding rule of an operator overload, or of several.
 
     The function is called with the operator's arguments, tensors given as `Spec` (shape, ndim, dtype, placements
     and mesh), whenever an argument or a layout is new; it returns rows as in the module's text. An existing rule
     is replaced. Raises TypeError when `op` is no operator overload; a row that does not fit the call raises
-    ValueError when the operator is called.
+    ValueError when the operator is called, and so does a row that gives other numbers than the operator.
+
+    Args:
+        op: the overload, or several that share the rule.
+        check: try the rows on small random inputs, without communication, when a call is new (see
+            `dtensor.experimental.verify`). False for operators whose kernels communicate or keep state.
     """
     ops: list[Any] = list(op) if isinstance(op, (list, tuple)) else [op]
     for o in ops:
@@ -45,7 +51,11 @@ def register_sharding(op: Op | Sequence[Op]) -> Callable[[RuleFn], RuleFn]:
 
     def decorate(fn: RuleFn) -> RuleFn:
         def build(call: Call) -> Rule:
-            return _rule(fn, call)
+            rule = _rule(fn, call)
+            found = wrong_row(call, rule.rows) if check else None
+            if found is not None:
+                raise ValueError(_wrong(call, rule.rows[found[0]], found[1]))
+            return rule
 
         build.__name__ = f"rows of {getattr(fn, '__name__', 'a function')}"
         register([op_name(o) for o in ops], build)
@@ -150,6 +160,16 @@ def _placement(call: Call, row: object, given: object, ndim: int) -> Placement:
         if d != p.dim:
             return Shard(d) if isinstance(p, Shard) else StridedShard(d, split_factor=p.split_factor)
     return p
+
+
+def _wrong(call: Call, row: tuple[tuple[Placement, ...], tuple[Placement, ...]], how: str) -> str:
+    shapes: Iterable[str] = (str(list(s.shape)) for s in call.inputs)
+    return (
+        f"register_sharding: the rule of {op_name(call.op)} has a row that gives other numbers than the operator: "
+        f"{how}\n"
+        f"  row: outputs {list(row[0])}, inputs {list(row[1])}, for shapes {', '.join(shapes)}\n"
+        "  fix: leave the row out; register_sharding(op, check=False) if the operator's kernel itself communicates"
+    )
 
 
 def _bad(call: Call, row: object, why: str) -> str:

@@ -1,0 +1,146 @@
+"""Rows of a user's sharding rule, tried on numbers: a row that gives other values than the op is refused.
+
+Each row is tried on one axis of 2 and one of 3 positions with random inputs of the call's own shapes: inputs are
+cut or split into unequal parts as the row says, the op runs on every position's part, and what the outputs'
+placements make of the results is compared with the op on the whole inputs. Nothing is sent; every rank draws the
+same inputs, so all of them reach the same verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dtensor.placement import Partial, Placement, Replicate, Shard
+from dtensor.registry import Call
+from dtensor.spec import Spec
+
+__all__ = ["LIMIT", "wrong_row"]
+
+LIMIT = 1 << 20
+"""Calls with more input elements than this are not tried."""
+
+log = logging.getLogger("dtensor")
+Row = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+
+
+def wrong_row(call: Call, rows: Sequence[Row]) -> tuple[int, str] | None:
+    """The first row that is wrong for this call, and how; None when none is, or when it cannot be told.
+
+    It cannot be told for ops that write, give views, draw random numbers or raise on random inputs, or on large ones.
+    """
+    writes_or_views = any(a.alias_info is not None for a in call.op._schema.arguments)
+    if writes_or_views or torch.Tag.nondeterministic_seeded in call.op.tags:
+        return None
+    if sum(s.numel for s in call.inputs) > LIMIT:
+        log.debug("%s: too large to try its sharding rule on numbers", call.op)
+        return None
+    generator = torch.Generator().manual_seed(20)
+    full = [_random(s, generator) for s in call.inputs]
+    want = _run(call, full)
+    again = _run(call, full)
+    if want is None or again is None or not all(map(_close, want, again)):
+        return None
+    for i, (outs, ins) in enumerate(rows):
+        for k in (2, 3):
+            parts = [_parts(x, p, k, generator) for x, p in zip(full, ins, strict=True)]
+            if any(p is None for p in parts):
+                continue
+            results = [_run(call, [p[r] for p in parts if p is not None]) for r in range(k)]
+            if any(r is None for r in results):
+                continue
+            for j, (p, whole) in enumerate(zip(outs, want, strict=True)):
+                said = _join([r[j] for r in results if r is not None], p, whole)
+                if said:
+                    return i, f"output {j} on an axis of {k} {said}"
+    return None
+
+
+def _random(spec: Spec, generator: torch.Generator) -> torch.Tensor:
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        kind = torch.complex64 if spec.dtype.is_complex else torch.float32
+        x = torch.randn(spec.shape, generator=generator, dtype=kind)
+    else:
+        x = torch.randint(0, 2 if spec.dtype == torch.bool else 4, tuple(spec.shape), generator=generator)
+    return x.to(device=spec.mesh.device_type, dtype=spec.dtype)
+
+
+def _run(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+    """The op on these tensors, results flattened; None when it raises."""
+    given = iter(tensors)
+    put = lambda v: next(given) if isinstance(v, Spec) else v  # noqa: E731
+    values: Mapping[str, object] = {
+        n: [put(x) for x in v] if isinstance(v, (list, tuple)) else put(v) for n, v in call.arguments.items()
+    }
+    schema = call.op._schema.arguments
+    try:
+        got = call.op(
+            *(values[a.name] for a in schema if not a.kwarg_only),
+            **{a.name: values[a.name] for a in schema if a.kwarg_only},
+        )
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return None
+    many = got if isinstance(got, (list, tuple)) else [got]
+    return [x for y in many for x in (y if isinstance(y, (list, tuple)) else [y])]
+
+
+def _parts(x: torch.Tensor, p: Placement, k: int, generator: torch.Generator) -> list[torch.Tensor] | None:
+    """What each of `k` positions holds of `x`; None where that cannot be made here."""
+    if isinstance(p, Replicate):
+        return [x] * k
+    if isinstance(p, Shard):
+        cut = list(x.chunk(k, p.dim))
+        return cut if len(cut) == k and x.shape[p.dim] >= k else None
+    if not isinstance(p, Partial) or x.dtype == torch.bool:
+        return None
+    noise = [_like(x, generator) for _ in range(k - 1)]
+    if p.reduce_op in ("sum", "avg"):
+        scale = k if p.reduce_op == "avg" else 1
+        return [*noise, x * scale - sum(noise)]
+    if p.reduce_op in ("max", "min"):
+        sign = -1 if p.reduce_op == "max" else 1
+        return [*(x + sign * n.abs() for n in noise), x]
+    return None
+
+
+def _like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(x.shape, generator=generator).mul(3).to(device=x.device, dtype=x.dtype)
+
+
+def _join(parts: Sequence[torch.Tensor | None], p: Placement, whole: torch.Tensor | None) -> str:
+    """What is wrong when positions holding `parts` are read as `p`; "" when it gives `whole`."""
+    if whole is None or any(x is None for x in parts):
+        return ""
+    local = [x for x in parts if x is not None]
+    if isinstance(p, Replicate):
+        return "" if all(_close(x, whole) for x in local) else "differs between positions or from the op's value"
+    if isinstance(p, Shard):
+        sizes = [tuple(c.shape) for c in whole.chunk(len(local), p.dim)]
+        if sizes != [tuple(x.shape) for x in local]:
+            return f"has shards of shapes {[list(x.shape) for x in local]}, not {[list(s) for s in sizes]}"
+        return "" if _close(torch.cat(local, p.dim), whole) else "has shards with other values than the op's"
+    if not isinstance(p, Partial) or p.reduce_op not in ("sum", "avg", "max", "min", "product"):
+        return ""
+    if any(x.shape != whole.shape for x in local):
+        return f"has pending parts of shapes {[list(x.shape) for x in local]}, not {list(whole.shape)}"
+    stacked = torch.stack(local)
+    made = {
+        "sum": lambda: stacked.sum(0, dtype=whole.dtype), "avg": lambda: stacked.sum(0) / len(local),
+        "max": lambda: stacked.amax(0), "min": lambda: stacked.amin(0), "product": lambda: stacked.prod(0),
+    }[p.reduce_op]()  # fmt: skip
+    return "" if _close(made, whole) else f"does not reduce ({p.reduce_op}) to the op's value"
+
+
+def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape:
+        return False
+    if not (b.dtype.is_floating_point or b.dtype.is_complex):
+        return bool(torch.equal(a.to(b.dtype), b))
+    finite = b.abs()[b.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 1.0
+    tolerance = 1e-3 if b.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else 5e-2
+    return bool(torch.allclose(a.to(b.dtype), b, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True))
