@@ -10,13 +10,19 @@ ranks, so that all ranks decide alike.
 
     >>> CostModel().all_gather(8, 1 << 20) < CostModel().all_reduce(8, 8 << 20)
     True
-    >>> slow_outer = CostModel(axis_bandwidth={0: 12e9})          # axis 0 crosses hosts
+    >>> slow_outer = CostModel(axis_bandwidth={0: 12e9}, slack=math.inf)          # axis 0 crosses hosts
     >>> with use_cost_model(slow_outer):
     ...     plan = plan_reshard(src, dst)
+
+Two ways to choose. With a finite `slack` a redistribution receives no more than `slack` times the fewest bytes,
+in the fewest collectives that allow it: right without any measurement, because it needs no numbers. With
+`slack=math.inf` the seconds alone decide between fewer bytes and fewer launches; then they should be measured
+(`python -m dtensor.calibrate`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,6 +47,8 @@ class CostModel:
         bandwidth: bytes per second that a rank receives.
         copy_bandwidth: bytes per second of a local copy.
         axis_latency, axis_bandwidth: by mesh axis, where they differ.
+        slack: plans that receive more than this many times the fewest bytes are left out, and of the others those
+            with the fewest collectives are compared; inf: seconds alone decide.
     """
 
     latency: float = 6.6e-6
@@ -50,12 +58,20 @@ class CostModel:
     copy_bandwidth: float = 800e9
     axis_latency: Mapping[int, float] = field(default_factory=dict)
     axis_bandwidth: Mapping[int, float] = field(default_factory=dict)
+    slack: float = 1.05
 
     def __post_init__(self) -> None:
         speeds = [self.bandwidth, self.copy_bandwidth, *self.axis_bandwidth.values()]
         delays = [self.latency, self.hop, self.pairwise, *self.axis_latency.values()]
         if min(speeds) <= 0 or min(delays) < 0:
             raise ValueError(f"CostModel: bandwidths must be positive and latencies not negative, got {self!r}")
+        if self.slack < 1:
+            raise ValueError(f"CostModel: slack must be positive, at least 1, got {self.slack!r}")
+
+    @property
+    def by_seconds(self) -> bool:
+        """True where seconds alone decide."""
+        return self.slack == math.inf
 
     def launch(self, axes: Sequence[int] = ()) -> float:
         """Starting one collective over `axes`."""
@@ -93,6 +109,12 @@ class CostModel:
             return 0.0
         received = self.transfer(local_bytes * (size - 1) / size, axes)
         return self.launch(axes) * (1 + self.pairwise) + (size - 1) * self.hop + received
+
+    def broadcast(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+        """Every position receives the `local_bytes` of one."""
+        if size <= 1:
+            return 0.0
+        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes, axes)
 
     def local_copy(self, nbytes: float) -> float:
         """Copying `nbytes` in this rank's memory."""

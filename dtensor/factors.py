@@ -104,8 +104,9 @@ class Kernel:
 
     Inputs that have the factor are cut on it, the others replicated (addends pending). `outputs[i]` is
     "shard" (cut on the factor), "replicate" (the kernel makes all positions agree), or a reduction.
-    `run(ctx)` computes the local outputs and may communicate over `ctx.axes`; `elements` estimates what that
-    sends per rank, `collectives` how often.
+    `run(ctx)` computes the local outputs and may communicate over `ctx.axes`: `collectives` times, with `elements`
+    (of the first input's width) put in by the busiest rank, in collectives of the kind `moves`, a name of the
+    cost model's.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Kernel:
     run: Callable[[KernelContext], object]
     elements: int = 0
     collectives: int = 0
+    moves: str = "all_reduce"
 
 
 @dataclass(frozen=True, slots=True)

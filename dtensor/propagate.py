@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -233,7 +234,12 @@ def _step_cost(
             cost += move_cost(model, src, dst, nbytes, k)
     if choice.kernel is not None and k > 1 and choice.kernel.collectives:
         width = inputs[0].dtype.itemsize if inputs else 4
-        cost += choice.kernel.collectives * model.all_reduce(k, max(choice.kernel.elements, 1) * width)
+        send: Callable[[int, float], float] = getattr(model, choice.kernel.moves)
+        before = math.prod(
+            n for n, c in zip(mesh.shape, prefix.choices[:-1], strict=False) if c.kernel is choice.kernel
+        )
+        nbytes = max(choice.kernel.elements, 1) * width  # one collective over all axes of the kernel
+        cost += choice.kernel.collectives * max(send(k * before, nbytes) - send(before, nbytes), 0.0)
     return cost, moves
 
 

@@ -27,7 +27,7 @@ from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.spec import Spec
 
-__all__ = ["redistribute_local", "run_reshard"]
+__all__ = ["redistribute_local", "resolved", "run_reshard"]
 
 Run = Callable[[torch.Tensor, bool], torch.Tensor]
 """From the local tensor before a step to the one after; True asks for a result that may be unwaited."""
@@ -65,11 +65,11 @@ def run_reshard(plan: ReshardPlan, local: torch.Tensor, *, async_op: bool = Fals
             )
         )
     if local.is_conj() or local.is_neg():
-        local = _resolved(local)
+        local = resolved(local)
     return bound[0](local, async_op)
 
 
-def _resolved(local: torch.Tensor) -> torch.Tensor:
+def resolved(local: torch.Tensor) -> torch.Tensor:
     """`local` without lazy conjugation or negation, which ops ignore where torch dispatches for a subclass."""
     if local.is_conj():
         local = torch.conj_physical(local.conj())

@@ -38,19 +38,24 @@ def but(n: int, *whole: int) -> list[Hashable]:
 
 def labelled(
     call: Call, inputs: Sequence[Labels], outputs: Sequence[Labels], *, sizes: Mapping[Hashable, int] | None = None,
-    whole: Iterable[Hashable] = (), filled: bool = False, **more: Any,
+    whole: Iterable[Hashable] = (), resized: Iterable[Hashable] = (), filled: bool = False, **more: Any,
 ) -> Rule:  # fmt: skip
     """The rule with these labels; `more` goes to `Rule` as it is. `whole` lists labels that must not be cut.
 
-    `filled`: the local op refuses shards without elements.
+    `resized`: whole labels, each alone in its dims, whose dims may have different sizes (a slice and what it is
+    taken from): only kernels cut them, and they know what goes where. `filled`: the local op refuses shards
+    without elements.
     """
     numbers: dict[Hashable, int] = {}
     extent: list[int] = []
+    other = frozenset(resized)
 
     def number(label: Hashable, size: int) -> int:
         if label not in numbers:
             numbers[label] = len(extent)
             extent.append(size)
+        elif label in other:
+            extent[numbers[label]] = max(extent[numbers[label]], size)
         elif extent[numbers[label]] != size:
             raise ValueError(f"{call.op}: dims labelled {label!r} have sizes {extent[numbers[label]]} and {size}")
         return numbers[label]
@@ -63,6 +68,8 @@ def labelled(
             if label is None:
                 out.append(())
             elif isinstance(label, tuple) and sizes is not None:
+                if other.intersection(label):
+                    raise ValueError(f"{call.op}: resized labels must be alone in their dims, got {label!r}")
                 out.append(tuple(number(part, sizes[part]) for part in label))
             else:
                 out.append((number(label, n),))
@@ -70,8 +77,9 @@ def labelled(
 
     ins = tuple(dims(t, s.shape) for t, s in zip(inputs, call.inputs, strict=True))
     outs = tuple(() if m is None else dims(t, m.shape) for t, m in zip(outputs, call.outputs, strict=True))
-    kept = frozenset(numbers[w] for w in whole if w in numbers)
-    nonempty = frozenset(numbers.values()) if filled else frozenset[int]()
+    free = frozenset(numbers[w] for w in other if w in numbers)
+    kept = frozenset(numbers[w] for w in whole if w in numbers) | free
+    nonempty = frozenset(numbers.values()) - free if filled else frozenset[int]()
     return Rule(ins, outs, tuple(extent), kept, nonempty, **more)
 
 

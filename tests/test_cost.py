@@ -14,13 +14,15 @@ def test_sums() -> None:
     assert model.reduce_scatter(4, 400) == 1.0 + 3 * 0.25 + 3.0
     assert model.all_reduce(4, 400) == 1.0 + 6 * 0.25 + 6.0
     assert model.all_to_all(4, 400) == 1.125 + 3 * 0.25 + 3.0
+    assert model.broadcast(4, 100) == 1.0 + 3 * 0.25 + 1.0
     assert model.local_copy(500) == 0.5
     assert model.floor(2, 100) == 3.0
 
 
 def test_a_group_of_one_is_free() -> None:
     model = CostModel()
-    assert model.all_gather(1, 8) == model.reduce_scatter(1, 8) == model.all_reduce(1, 8) == model.all_to_all(1, 8) == 0
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
+        assert getattr(model, kind)(1, 8) == 0
 
 
 def test_the_slowest_axis_counts() -> None:
