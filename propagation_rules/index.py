@@ -23,6 +23,7 @@ from dtensor.registry import Call, register
 from dtensor.spec import Spec
 from propagation_rules.index_kernels import reading, writing
 from propagation_rules.labelled import every_dim, labelled, shares_value
+from propagation_rules.scatter import put_at_mask
 
 READS = (passes(0),)
 I, N = "i", "n"  # noqa: E741 - the factors of the indices and of the dim that they point into
@@ -40,9 +41,10 @@ def _pointed(call: Call, rule: Rule) -> list[int]:
 
 def _reads(call: Call, rule: Rule) -> Rule:
     out = call.outputs[0]
-    if out is None or out.dtype == torch.bool:
+    if out is None:
         return rule
-    return replace(rule, kernels=reading(_pointed(call, rule), max(math.prod(out.shape), 1)))
+    how = "bor" if out.dtype == torch.bool else "sum"
+    return replace(rule, kernels=reading(_pointed(call, rule), max(math.prod(out.shape), 1), how))
 
 
 def _writes(call: Call, rule: Rule) -> Rule:
@@ -102,22 +104,29 @@ def index_fill(call: Call) -> Rule:
 
 # ------------------------------------------------------------ one dim, an index of the same rank
 def _aligned(call: Call, others: Sequence[Spec]) -> tuple[list[Hashable], list[Hashable]] | None:
-    """Labels of the target and of index and source; None where ranks differ (an index without elements)."""
+    """Labels of the target and of index and source; None where ranks differ (an index without elements).
+
+    Along a dim where the index is shorter than the target only kernels cut the target.
+    """
     x = call.inputs[0]
     if any(s.ndim != x.ndim for s in others):
         return None
     same = [all(s.shape[d] == x.shape[d] for s in others) for d in range(x.ndim)]
     dim = call.dim()
-    target: list[Hashable] = [N if d == dim else d if same[d] else None for d in range(x.ndim)]
-    return target, [I if d == dim else target[d] for d in range(x.ndim)]
+    target: list[Hashable] = [N if d == dim else d if same[d] else (N, d) for d in range(x.ndim)]
+    return target, [I if d == dim else d if same[d] else None for d in range(x.ndim)]
 
 
 def gather(call: Call) -> Rule | None:
-    """Along the other dims the index may be smaller than the input: then they stay whole."""
+    """Along the other dims the index may be smaller than the input."""
     labels = _aligned(call, call.inputs[1:2])
     if labels is None:
         return None
-    return _reads(call, labelled(call, [labels[0], labels[1]], [labels[1]], whole=(N,), linear=READS))
+    return _reads(call, labelled(call, [*labels], [labels[1]], whole=_kept(labels[0]), linear=READS))
+
+
+def _kept(target: Sequence[Hashable]) -> list[Hashable]:
+    return [label for label in target if not isinstance(label, int)]
 
 
 def _scatter(call: Call, adds: bool) -> Rule | None:
@@ -130,7 +139,8 @@ def _scatter(call: Call, adds: bool) -> Rule | None:
         at = [None if label == I else label for label in at]
     rest = [at] * (len(call.inputs) - 1)
     rule = labelled(
-        call, [target, *rest], [target], whole=(N,) if adds else (I, N), addends=frozenset({0} if adds else ()),
+        call, [target, *rest], [target], whole=[*_kept(target), *([] if adds else [I])],
+        addends=frozenset({0} if adds else ()),
     )  # fmt: skip
     return _writes(call, rule)
 
@@ -156,26 +166,6 @@ def scatter_reduce(call: Call) -> Rule | None:
     if call["reduce"] == "sum" and call["include_self"]:
         return scatter_add(call)
     return _scatter(call, adds=False)
-
-
-# ------------------------------------------------------------ flat indices
-def take(call: Call) -> Rule:
-    """The index points into the flattened input."""
-    x, index = call.inputs
-    labels = every_dim(index.ndim)
-    return labelled(call, [[None] * x.ndim, labels], [labels], linear=READS)
-
-
-def put(call: Call) -> Rule:
-    """The index points into the flattened target; with accumulate the entries are summed."""
-    x, index, source = call.inputs
-    labels = every_dim(index.ndim) if index.shape == source.shape else [None] * index.ndim
-    adds = bool(call["accumulate"])
-    return labelled(
-        call, [[None] * x.ndim, labels, labels if index.shape == source.shape else [None] * source.ndim],
-        [[None] * x.ndim], whole=() if adds else every_dim(index.ndim),
-        linear=(linear(0, 2) if adds else passes(0, 2),), addends=frozenset({0} if adds else ()),
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------ several dims at once
@@ -250,15 +240,9 @@ def _sizes_of(call: Call, labels: Sequence[Sequence[Hashable]]) -> dict[Hashable
 
 
 def _mask_put(call: Call) -> Rule | None:
-    """One mask and a single value: every element for itself, so that the masked dims are free as well."""
-    indices, x, values = call["indices"], call.inputs[0], call.inputs[-1]
-    masks = [(d, s) for d, s in enumerate(indices) if s is not None]
-    if len(masks) != 1 or values.numel != 1 or masks[0][1].dtype != torch.bool:
-        return None
-    d, mask = masks[0]
-    labels = every_dim(x.ndim)
-    group = linear(0, 2) if call["accumulate"] else passes(0, 2)
-    return labelled(call, [labels, labels[d : d + mask.ndim], [None] * values.ndim], [labels], linear=(group,))
+    """One mask; masks beside indices have no rule."""
+    masks = [(d, s) for d, s in enumerate(call["indices"]) if s is not None]
+    return put_at_mask(call, *masks[0]) if len(masks) == 1 else None
 
 
 # ------------------------------------------------------------ membership
@@ -279,8 +263,6 @@ register("aten.gather", gather)
 register("aten.scatter", scatter, values="value")
 register("aten.scatter_add", scatter_add)
 register("aten.scatter_reduce", scatter_reduce)
-register("aten.take", take)
-register("aten.put", put)
 register("aten.index aten._unsafe_index", index)
 register("aten.index_put aten._unsafe_index_put aten._index_put_impl", index_put)
 register("aten.isin", isin)

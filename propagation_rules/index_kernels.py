@@ -10,6 +10,7 @@ The indices are whole on these axes, the dims that they point into may have any 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def writing(factors: Iterable[int]) -> tuple[Kernel, ...]:
     return (Kernel("write", cut, ("shard",), _write),) if cut else ()
 
 
-def reading(factors: Iterable[int], elements: int) -> tuple[Kernel, ...]:
-    """The kernel of ops that read `elements` at indices; its cost counts the sum that has to follow."""
+def reading(factors: Iterable[int], elements: int, how: str = "sum") -> tuple[Kernel, ...]:
+    """The kernel of ops that read `elements` at indices; its cost counts the sum (or other reduction) to follow."""
     cut = frozenset(factors)
-    return (Kernel("read", cut, ("sum",), _read, elements, 1),) if cut else ()
+    return (Kernel("read", cut, (how,), _read, elements, 1),) if cut else ()
 
 
 def _call(ctx: KernelContext, given: Mapping[str, Any]) -> torch.Tensor:
@@ -77,9 +78,35 @@ def _with_slots(ctx: KernelContext, slots: Mapping[int, torch.Tensor]) -> dict[s
     return given
 
 
+def _short(ctx: KernelContext) -> dict[int, torch.Tensor]:
+    """Cut dims of the first input along which the index is shorter -> the entries of the index that are here."""
+    spec, index = ctx.in_specs[0], ctx.arguments.get("index")
+    if not isinstance(index, torch.Tensor) or index.ndim != spec.ndim or "dim" not in ctx.arguments:
+        return {}
+    found = {}
+    for d in range(spec.ndim):
+        n = ctx.in_specs[1].shape[d]
+        if d != ctx.call.dim() and n != spec.shape[d] and ctx.inputs[0].shape[d] != spec.shape[d]:
+            at = ctx.indices(0, d, index.device)
+            found[d] = at[at < n]
+    return found
+
+
+def _entries_here(ctx: KernelContext) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
+    """The arguments, index and source with those entries only that are here; and which these are, a dim."""
+    given, short = dict(ctx.arguments), _short(ctx)
+    for d, at in short.items():
+        for name in ("index", "src"):
+            t = given.get(name)
+            if isinstance(t, torch.Tensor) and t.ndim:
+                given[name] = t.index_select(d, at)
+    return given, short
+
+
 def _write(ctx: KernelContext) -> torch.Tensor:
     x = ctx.inputs[0]
     target, slots = x, dict[int, torch.Tensor]()
+    ctx = replace(ctx, arguments=_entries_here(ctx)[0])
     for d, index in _pointed(ctx).items():
         found = _slots(ctx, d, index)
         if found is not None:
@@ -100,6 +127,8 @@ def _write(ctx: KernelContext) -> torch.Tensor:
 def _read(ctx: KernelContext) -> torch.Tensor:
     x, out = ctx.inputs[0], ctx.out_specs[0]
     assert out is not None
+    arguments, short = _entries_here(ctx)
+    ctx = replace(ctx, arguments=arguments)
     pointed = _pointed(ctx)
     slots, here = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     for d, index in pointed.items():
@@ -112,6 +141,9 @@ def _read(ctx: KernelContext) -> torch.Tensor:
     if here:
         mine = torch.stack(torch.broadcast_tensors(*here.values())).all(0)
         got = torch.where(_spread(ctx, mine, got.ndim, list(pointed), pointed), got, torch.zeros_like(got))
+    for d, at in short.items():
+        wide = got.new_zeros([out.local_shape[d] if e == d else n for e, n in enumerate(got.shape)])
+        got = wide.index_copy_(d, at, got)
     return got
 
 

@@ -14,6 +14,7 @@ ranks fail together. Where an op only reports (`info`), it is `_linalg_check_err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from dtensor.factors import Dims, Kernel, Linear, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.pattern import parse_pattern
 from dtensor.registry import Builder, Call, register
+from propagation_rules.dtypes import accumulation_dtype
 from propagation_rules.pointwise import broadcast_rule, sound_groups
 
 __all__ = ["matrices", "plain_run"]
@@ -137,12 +139,27 @@ def cross(call: Call) -> Rule:
     return replace(rule, whole=frozenset({int(call["dim"]) % len(out.shape)}))
 
 
-def norms_of_slices(call: Call) -> Rule:
-    """`renorm`: each slice of `dim` is scaled by its own norm, so `dim` alone is free."""
+def renorm(call: Call) -> Rule:
+    """Each slice of `dim` is scaled by its norm; where other dims are cut, the norms are reduced."""
     x = call.inputs[0]
     d = call.dim()
     dims: Dims = tuple((i,) for i in range(x.ndim))
-    return Rule((dims,), (dims,), tuple(x.shape), frozenset(range(x.ndim)) - {d})
+    others = frozenset(range(x.ndim)) - {d}
+    kernel = Kernel("renorm", others, ("shard",), _run_renorm, x.shape[d], 1)
+    return Rule((dims,), (dims,), tuple(x.shape), others, kernels=(kernel,))
+
+
+def _run_renorm(ctx: KernelContext) -> torch.Tensor:
+    x, p, most = ctx.inputs[0], float(str(ctx.arguments["p"])), float(str(ctx.arguments["maxnorm"]))
+    others = [d for d in range(x.ndim) if d != ctx.call.dim()]
+    shape = [n if d == ctx.call.dim() else 1 for d, n in enumerate(x.shape)]
+    size = x.abs().to(accumulation_dtype(x.dtype))
+    if math.isinf(p):
+        norm = size.amax(others, True) if size.numel() else size.new_zeros(shape)
+        norm = ctx.all_reduce(norm, "max")
+    else:
+        norm = ctx.all_reduce(size.pow(p).sum(others, keepdim=True), "sum").pow(1 / p)
+    return (x * torch.where(norm > most, most / (norm + 1e-7), 1.0)).to(x.dtype)
 
 
 def trace(call: Call) -> Rule:
@@ -192,7 +209,7 @@ register(
     "aten.ormqr",
     _sided("... [n] [k], ... [l], ... [n] c -> ... [n] c", "... [n] [k], ... [l], ... c [n] -> ... c [n]", 2),
 )
-register("aten.renorm", norms_of_slices, values="maxnorm p")
+register("aten.renorm", renorm, values="maxnorm p")
 register("aten.trace", trace)
 register("aten.triangular_solve", matrices("... [n] c, ... [n] [n] -> ... [n] c, ... [n] [n]", linear=0))
 

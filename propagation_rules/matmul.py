@@ -10,12 +10,17 @@ rule below, which needs no views, and `matmul` is taken apart there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from dtensor.factors import Dims, Linear, Rule
 from dtensor.pattern import parse_pattern
 from dtensor.registry import Call, pattern, present_groups, register
+from dtensor.spec import Spec
 from propagation_rules.dtypes import is_exact
+from propagation_rules.empty_shards import is_empty_shard
 from propagation_rules.pointwise import sound_groups
 
 
@@ -97,12 +102,30 @@ def linear(call: Call) -> Rule:
     return product("... k, n k, n -> ... n", "0+2|1+2", (2,))(call)
 
 
+def addmv(call: Call) -> Rule:
+    """As `addmm`; but without rows or columns torch gives an addend of one element back as it is."""
+    rule = plus("m k, k -> m", linear="0+1|0+2")(call)
+    inplace = call.op._schema.name.endswith("_")
+
+    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
+        out = outs[0]
+        if out is None or not is_empty_shard(ins[1]):
+            return None
+
+        def run(x: torch.Tensor, *_: object, beta: float = 1, **__: object) -> torch.Tensor:
+            scaled = x * beta if beta else torch.zeros_like(x)
+            return x.copy_(scaled) if inplace else scaled.expand(out.local_shape).to(out.dtype, copy=True)
+
+        return run
+
+    return replace(rule, bind=bind)
+
+
 register("aten._addmm_activation", plus("m [k], [k] n -> m n"), values="alpha beta")
 register("aten._int_mm", product("m k, k n -> m n"))
 register("aten.addbmm", plus("b m k, b k n -> m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.addmm", plus("m k, k n -> m n", linear="0+1|0+2"), values="alpha beta")
-# Without rows or columns torch gives an addend of one element back as it is.
-register("aten.addmv", plus("m k, k -> m", linear="0+1|0+2", nonempty=("m", "k")), values="alpha beta")
+register("aten.addmv", addmv, values="alpha beta")
 register("aten.addr", plus("m, n -> m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.baddbmm", plus("b m k, b k n -> b m n", linear="0+1|0+2"), values="alpha beta")
 register("aten.bmm", product("b m k, b k n -> b m n"))

@@ -29,5 +29,5 @@ def reduced_along(call: Call) -> Rule:
     return replace(rule, whole=frozenset({call.dim()}))
 
 
-register("aten.sort aten.topk aten.cummax aten.cummin", along)
+register("aten.sort aten.topk", along)
 register("aten.kthvalue aten.median.dim aten.mode aten.nanmedian.dim", reduced_along)

@@ -137,6 +137,7 @@ register_with_lists("lerp addcdiv", pointwise("0+1"))
 register_with_lists("addcmul", pointwise("0+1|0+2"))
 register("aten.conj_physical aten.positive aten._conj aten._conj_physical aten._neg_view", pointwise("0"))
 register("aten.deg2rad aten.rad2deg", pointwise("0|max:0"))
+register("aten.ldexp_", pointwise("0"))
 
 # only move elements
 register("aten.clone aten.alias aten.detach aten.lift_fresh aten._conj_copy aten.contiguous", pointwise("any:0"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from laws import Sample, rand
+from laws import Sample, ints, rand
 
 aten = torch.ops.aten
 SUM = ("sum", "avg")
@@ -94,4 +94,67 @@ FFT = [
     _plain("hfft", torch.fft.hfft, COMPLEX),
 ]
 
-SAMPLES = [*LINALG, *FFT]
+X, Y, FEW = rand(5, 4), rand(5, 4, seed=1), rand(2, 4)
+I64, BOOL = torch.int64, torch.bool
+NANS = torch.where(X > 0.5, float("nan"), X)
+MASK, ROWS = rand(5, 4, dtype=BOOL), torch.tensor([True, False, True, True, False])
+
+
+def _inplace(name: str, fn: Any, *tensors: torch.Tensor) -> Sample:
+    """Writes that no shard of the target refuses."""
+    return Sample(name, fn, tensors, inplace=True, pending=())
+
+
+INDEX = [
+    _plain("index_select bools", lambda x, i: x.index_select(0, i), X > 0, ints(5, 7)),
+    _plain("gather ints", lambda x, i: x.gather(0, i), rand(5, 4, dtype=I64), ints(5, 3, 2)),
+    _plain("index bools", lambda x, i, j: x[i, j], X > 0, ints(5, 6), ints(4, 6)),
+    _grad("gather shorter index", lambda x, i: x.gather(1, i), X, ints(4, 3, 6)),
+    _plain("take bools", lambda x, i: x.take(i), X > 0, ints(20, 3, 2) - 20),
+    _inplace("put_", lambda x, i, v: x.put_(i, v), X, torch.tensor([3, -1, 7]), rand(3)),
+    _inplace("put_ adding", lambda x, i, v: x.put_(i, v, accumulate=True), X, ints(20, 6), rand(6)),
+    _inplace("scatter_ shorter", lambda x, i, v: x.scatter_(1, i, v), X, torch.tensor([[0, 2], [3, 1]]), rand(2, 2)),
+    _inplace("scatter_ number", lambda x, i: x.scatter_(0, i, 2.5), X, ints(5, 3, 2)),
+    _inplace("scatter_add_ shorter", lambda x, i, v: x.scatter_add_(0, i, v), X, ints(5, 6, 2), rand(6, 2)),
+    Sample(
+        "scatter_reduce_ shorter",
+        lambda x, i, v: x.scatter_reduce_(1, i, v, "prod"),
+        (X, ints(4, 2, 6), rand(2, 6)),
+        inplace=True,
+        pending=(),
+        grads=False,
+    ),
+    _inplace("index_add_", lambda x, i, v: x.index_add_(0, i, v), X, ints(5, 7), rand(7, 4)),
+    _inplace("index_copy_", lambda x, i, v: x.index_copy_(1, i, v), X, torch.tensor([3, 0]), rand(5, 2)),
+    _inplace("index_fill_", lambda x, i: x.index_fill_(0, i, 2.5), X, ints(5, 2)),
+    _inplace("x[mask] = values", lambda x, m, v: x.index_put_((m,), v), X, MASK, rand(int(MASK.sum()))),
+    _inplace("x[rows] = values", lambda x, m, v: x.index_put_((m,), v), X, ROWS, rand(3, 4)),
+    _inplace("x[rows] += row", lambda x, m, v: x.index_put_((m,), v, accumulate=True), X, ROWS, rand(1, 4)),
+    _inplace("x[:, mask] = values", lambda x, m, v: aten.index_put_(x, [None, m], v), X, X[0] > 0, rand(5, 1)),
+    _inplace("x[mask] = one", lambda x, m, v: x.index_put_((m,), v), X, MASK, rand(1)),
+    _inplace("masked_scatter_", lambda x, m, v: x.masked_scatter_(m, v), X, MASK, rand(3, 8)),
+    _grad("masked_scatter", lambda x, m, v: x.masked_scatter(m, v), X, X[0] > 0, rand(20)),
+    _plain("masked_scatter spread", lambda x, m, v: x.masked_scatter(m, v), X[0], MASK, rand(20)),
+    _inplace("renorm_", lambda x: x.renorm_(2, 1, 0.5), rand(5, 3, 4)),
+    _inplace("renorm_ inf", lambda x: x.renorm_(float("inf"), 0, 0.5), X),
+    _inplace("addmv_ few rows", lambda x, a, v: x.addmv_(a, v, beta=0.5), rand(2), rand(2, 3), rand(3)),
+    _grad("addmv of one", torch.addmv, rand(1), rand(3, 2), rand(2)),
+    _inplace("ldexp_", lambda x, y: x.ldexp_(y.detach().round()), X, Y),
+]
+
+SCANS = [
+    _grad("cummax", lambda x: torch.cummax(x, 0), X),
+    _grad("cummin", lambda x: torch.cummin(x, -1), X),
+    _plain("cummax ties", lambda x: (torch.cummax(x, 0), torch.cummin(x, 0)), ints(2, 9, 2)),
+    _plain("cummax bools", lambda x: torch.cummax(x, 0), rand(6, 2, dtype=BOOL)),
+    _plain("cummax few rows", lambda x: torch.cummax(x, 0), FEW),
+    Sample("cummax nan", lambda x: (torch.cummax(x, 0), torch.cummin(x, 1)), (NANS,), grads=False, pending=()),
+    _grad("cumprod with zeros", lambda x: torch.cumprod(x, 0), torch.where(X > 1, 0.0, X)),
+    _inplace("cumsum_ int", lambda x: x.cumsum_(-1), rand(5, 4, dtype=I64)),
+    _inplace("cumprod_", lambda x: x.cumprod_(0), X),
+]
+
+LAYOUTS_ONLY = [_grad("logcumsumexp", lambda x: torch.logcumsumexp(x, 0), X)]
+"""Its gradient holds the least number there is, of which pending averages go beyond."""
+
+SAMPLES = [*LINALG, *FFT, *INDEX, *SCANS]

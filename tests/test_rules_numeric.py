@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from laws import Sample, check_layouts, check_strategies
-from samples_numeric import SAMPLES
+from samples_numeric import LAYOUTS_ONLY, SAMPLES
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+@pytest.mark.parametrize("sample", [*SAMPLES, *LAYOUTS_ONLY], ids=lambda s: s.name)
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
     """Every layout of the inputs gives the plain result, forward and backward."""
