@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
-from dtensor.dispatch import Op
+from dtensor.device_mesh import DeviceMesh
+from dtensor.dispatch import Op, OpInfo
+from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.registry import Call, flat_inputs
 from dtensor.spec import TensorMeta
 
-__all__ = ["flat", "is_dtensor", "layouts", "make_call", "map_args", "output_metas"]
+__all__ = ["common_mesh", "flat", "is_dtensor", "layouts", "make_call", "map_args", "output_metas"]
 
 
 def is_dtensor(x: object) -> bool:
@@ -109,3 +111,23 @@ def output_metas(
 
 def _meta_of(t: torch.Tensor) -> TensorMeta:
     return TensorMeta(t.shape, tuple(t.stride()), t.dtype)
+
+
+def common_mesh(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh of all DTensor arguments. MeshError when there are two."""
+    mesh: DeviceMesh | None = None
+    for a in flat(args, kwargs):
+        if is_dtensor(a):
+            if mesh is None:
+                mesh = a._spec.mesh
+            elif a._spec.mesh is not mesh and a._spec.mesh != mesh:
+                raise MeshError(
+                    explain_error(
+                        info.name, layouts(args, kwargs) + f"; meshes {mesh} and {a._spec.mesh}",
+                        "all DTensors of one operation must live on the same mesh",
+                        "bring one over: distribute_tensor(x.full_tensor(), mesh, placements)",
+                    )
+                )  # fmt: skip
+    if mesh is None:
+        raise LayoutError(f"{info.name}: no DTensor among the arguments")
+    return mesh

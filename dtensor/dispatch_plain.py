@@ -1,0 +1,189 @@
+"""Plain tensors among DTensors: which count as replicated, which are refused.
+
+    0-d, or of one element                        replicated: a number in all but type
+    inside `implicit_replication()`               replicated
+    made by torch's own composites or formulas    replicated, when all ranks hold the same bytes
+    anything else                                 MixedTensorError
+
+For the third kind, `dtensor.plain_origin` says what is torch's. It is not enough that torch made it: a composite
+may have drawn random numbers, or computed from this rank's part. So the ranks compare what they hold, by one
+reduction of a digest per mesh axis, every time: a tensor that is the same everywhere means the same whoever made
+it, and one that is not is refused on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from dtensor import dispatch as hot
+from dtensor.device_mesh import DeviceMesh
+from dtensor.dispatch import OpInfo
+from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args
+from dtensor.errors import MixedTensorError, explain_error
+from dtensor.placement import Replicate
+from dtensor.plain_origin import Place, made_by_torch
+from dtensor.spec import Spec
+
+__all__ = ["replicated_on", "with_plain"]
+
+_WITH_ZEROS = frozenset(
+    f"aten.{op}" if "." in op else f"aten.{op}.default"
+    for op in (
+        "cat stack index_put _index_put_impl_ select_scatter slice_scatter diagonal_scatter as_strided_scatter "
+        "where.self put index_fill.int_Tensor"
+    ).split()
+)
+_torch_implicit = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
+"""Set by torch's composites around plain tensors that they make themselves."""
+
+log = logging.getLogger("dtensor")
+_noticed: set[str] = set()
+
+
+def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with plain tensors among DTensors, run with those that may count as replicated."""
+    mesh = common_mesh(info, args, kwargs)
+    _refuse_written(info, args, kwargs)
+    if not (getattr(hot._flags, "implicit", False) or _torch_implicit()):
+        _check(info, args, kwargs, mesh)
+
+    def convert(a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and not is_dtensor(a):
+            return replicated_on(mesh, a)
+        if type(a) is not hot._DTensor and is_dtensor(a):
+            return hot._new(hot._DTensor, a._local_tensor, a._spec, requires_grad=False)
+        return a
+
+    new_args, new_kwargs = map_args(convert, args, kwargs)
+    result = hot.dispatch(info.func, new_args, new_kwargs)
+    if info.written and info.func._schema.returns:
+        return args[0]
+    return result
+
+
+def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
+    plain = [p for p in _places(args, kwargs) if _at(args, kwargs, p).ndim]
+    small = [_at(args, kwargs, p).numel() <= 1 for p in plain]
+    own = [few or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
+    parts = [_like_a_part(_at(args, kwargs, p), args, kwargs) for p in plain]
+    if all(small) and not any(parts):
+        return
+    in_backward = torch._C._current_graph_task_id() >= 0
+    if in_backward and all(own) and info.name in _WITH_ZEROS:
+        return
+    if in_backward:  # zeros may come from torch by way of a user's own function: the values decide, on all ranks
+        own = [mine or not _at(args, kwargs, p).any() for mine, p in zip(own, plain, strict=True)]
+    else:
+        for place, mine, part in zip(plain, own, parts, strict=True):
+            if not mine and not part:
+                raise _mixed(info, args, kwargs, place)
+    if not _agreed([_at(args, kwargs, p) for p in plain], all(own), mesh):
+        at = plain[own.index(False)] if False in own else plain[0]
+        raise _mixed(info, args, kwargs, at, by_torch=all(own) and not any(parts))
+    if info.name not in _noticed:
+        _noticed.add(info.name)
+        log.info("%s: tensors that torch made itself count as replicated, after a check over the ranks", info.name)
+
+
+def _like_a_part(t: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True for what may be this rank's part of another argument, where some rank's part has at most one element.
+
+    There the number of elements, which decides elsewhere, could differ from rank to rank.
+    """
+    for spec in {a._spec for a in flat(args, kwargs) if is_dtensor(a)}:
+        shape = spec.mesh.shape
+        if spec.is_replicated() or prod(spec.local_shape_of([k - 1 for k in shape])) > 1 or prod(shape) > 1024:
+            continue
+        if any(tuple(spec.local_shape_of(c)) == tuple(t.shape) for c in itertools.product(*map(range, shape))):
+            return True
+    return False
+
+
+def replicated_on(mesh: DeviceMesh, t: torch.Tensor) -> Any:
+    """A plain tensor as a DTensor that is replicated on every axis; shares memory."""
+    spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
+    return hot._new(hot._DTensor, t, spec, requires_grad=False)
+
+
+def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Place]:
+    """Where the plain tensors of a call are."""
+    found: list[Place] = []
+    for where in (*range(len(args)), *kwargs):
+        box = args[where] if isinstance(where, int) else kwargs[where]
+        if isinstance(box, (list, tuple)):
+            found += [(where, i) for i in range(len(box)) if _is_plain(box[i])]
+        elif _is_plain(box):
+            found.append((where, None))
+    return found
+
+
+def _is_plain(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and not is_dtensor(x)
+
+
+def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+    where, sub = place
+    box = args[where] if isinstance(where, int) else kwargs[where]
+    return box if sub is None else box[sub]
+
+
+def _agreed(tensors: Sequence[torch.Tensor], good: bool, mesh: DeviceMesh) -> bool:
+    """True when all ranks of the mesh say `good` and hold the same tensors, bit for bit: one reduction per axis."""
+    if mesh.coord is None:
+        return good
+    digest = hashlib.blake2b(digest_size=16)
+    for t in tensors if tensors[0].device.type != "meta" else ():
+        digest.update(repr((t.dtype, tuple(t.shape))).encode())
+        whole = t.detach().resolve_conj().resolve_neg().contiguous()
+        digest.update(whole.reshape(-1).view(torch.uint8).cpu().numpy())
+    words = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
+    both = torch.cat([words, ~words, words.new_tensor([0 if good else 1])]).to(tensors[0].device)
+    for axis, size in enumerate(mesh.shape):
+        if size > 1:
+            both = mesh.comm(axis).all_reduce(both, "max")
+    high, low, bad = both[:2], ~both[2:4], both[4]
+    return bool(torch.equal(high, low)) and not bool(bad)
+
+
+def _refuse_written(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for name, a in [*zip((x.name for x in info.func._schema.arguments), args, strict=False), *kwargs.items()]:
+        if name in info.written and _is_plain(a):
+            raise MixedTensorError(
+                explain_error(
+                    info.name, layouts(args, kwargs), f"argument {name!r}, which is written, is a plain tensor",
+                    "write into a DTensor, or use x.full_tensor() / x.to_local() for the other arguments",
+                )
+            )  # fmt: skip
+
+
+def _mixed(
+    info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, by_torch: bool = False
+) -> MixedTensorError:
+    """The error for the plain tensor at `place`; `by_torch`: one of torch's own that the ranks do not agree about."""
+    where, sub = place
+    name = info.func._schema.arguments[where].name if isinstance(where, int) else where
+    at = f"argument {name!r}" if sub is None else f"item {sub} of argument {name!r}"
+    if by_torch:
+        rule = (
+            f"got mixed torch.Tensor and DTensor: {at} is a plain tensor that torch made inside the call, and the "
+            "ranks do not hold the same values"
+        )
+        fix = (
+            "torch.manual_seed(0) on every rank if it is drawn at random; "
+            "or call it on x.full_tensor(), or on x.to_local() inside local_map"
+        )
+    else:
+        rule = f"got mixed torch.Tensor and DTensor; every tensor of one operation must be a DTensor, {at} is plain"
+        fix = (
+            "distribute_tensor(x, mesh, placements) for the plain tensor, "
+            "or run inside dtensor.experimental.implicit_replication()"
+        )
+    return MixedTensorError(explain_error(info.name, layouts(args, kwargs), rule, fix))

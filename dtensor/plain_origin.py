@@ -1,0 +1,162 @@
+"""Whose a plain tensor is that meets DTensors: the user's, or one that torch's own code has just made.
+
+torch's composites make tensors as they go: the mask of an attention, the first state of an RNN, a window, the
+identity of `matrix_power(x, 0)`. They are plain, although the user passed none. Nothing marks them, but nobody
+holds them: a tensor made in C++ gets its Python object for this very call, so the arguments are its only holder,
+while a user's tensor is also held by the variable, or by the stack of the expression, that it comes from. Python
+counts references exactly, so the question has an exact answer:
+
+    d + torch.ones(3)           arguments, + the tuple and the stack of the call    the user's
+    torch.quantile(d, 0.5)      arguments                                           torch's
+    F.linear(d, w.t())          arguments; but a view, whose base `w` is held       the user's
+    nn.GRU(...)(d)              arguments; a view, whose base is held by a variable
+                                of the frame of `nn.GRU.forward`                    torch's
+
+In the last case the holder is a frame of torch's Python code, called by the user's. Its variables are looked
+through, so that what they hold is accounted for; what anything else holds (an attribute, the user's frame, a
+tuple) is not, and the tensor is the user's. So is what torch's outermost frame was given as an argument.
+
+What the counts are without a holder, and what a call adds, is measured at first use. Where the two cannot be
+told apart, every plain tensor is the user's. The answer decides what is *refused*; what is accepted is compared
+over the ranks before it is used (`dtensor.dispatch_plain`), so no value rests on a count.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Place", "made_by_torch"]
+
+Place = tuple[int | str, int | None]
+"""Where an argument is: position or name, and position in a list."""
+
+_HOME = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_COPIES = 2 if sys.version_info < (3, 13) else 1
+"""References by a variable that was looked at: older versions keep a copy of a frame's variables."""
+
+
+def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> bool:
+    """Whether the plain tensor at `place` of a call was made by torch itself. No caller may hold it in a variable."""
+    (fresh, base_fresh), (held, base_held) = _counts()
+    frames = list(_frames(sys._getframe(1)))
+    inside = [f for f, ours in frames if ours]
+    torchs = [f for f, ours in frames if not ours]
+    call = held - fresh if torchs else 0
+    t = _at(args, kwargs, place)
+    if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
+        return False
+    known = _variables(inside, t) + _variables(torchs, t)  # first, as looking leaves references
+    if sys.getrefcount(t) > fresh + known + call or _passed(torchs, t):
+        return False
+    if not t._is_view():
+        return _users(t) <= _sole()
+    base = t._base
+    if type(base) is not torch.Tensor or base.requires_grad or _passed(torchs, base):
+        return False
+    if not torchs and _users(t) > _sole() + 1:  # some other view of the memory may be the user's
+        return False
+    known = _variables(torchs, base)
+    return sys.getrefcount(base) <= base_fresh + known + call
+
+
+def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+    where, sub = place
+    box = args[where] if isinstance(where, int) else kwargs[where]
+    return box if sub is None else box[sub]
+
+
+def _users(t: torch.Tensor) -> int:
+    """How many tensors have the memory of `t`, and a constant; views made where torch keeps no track count too."""
+    storage = t.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+@cache
+def _sole() -> int:
+    return _users(torch.ones(1))
+
+
+def _variables(frames: Sequence[FrameType], t: torch.Tensor) -> int:
+    """References to `t` from variables of these frames."""
+    return _COPIES * sum(x is t for frame in frames for x in frame.f_locals.values())
+
+
+def _passed(frames: Sequence[FrameType], t: torch.Tensor) -> bool:
+    """Whether `t` came to the outermost of these frames as an argument, or inside one."""
+    if not frames:
+        return False
+    code, values = frames[-1].f_code, frames[-1].f_locals
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    for name in code.co_varnames[: count + bool(code.co_flags & CO_VARKEYWORDS)]:
+        given = values.get(name)
+        inside = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else (given,)
+        if any(x is t for x in inside):
+            return True
+    return False
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[FrameType, bool]]:
+    """This package's frames down to dispatch (True), then those of torch's Python code that made the call (False)."""
+    inside = True
+    while frame is not None and inside:
+        inside = frame.f_code.co_name != "__torch_dispatch__"
+        yield frame, True
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_HOME):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        yield frame, False
+        frame = frame.f_back
+
+
+# ------------------------------------------------------------ what the counts are
+class _Probe(torch.Tensor):
+    """A tensor that notes how often the second argument of the ops that it meets is held."""
+
+    seen: list[int]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        t = _at(args, {}, (1, None))
+        _Probe.seen.append(sys.getrefcount(t))
+        return args[0]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+@cache
+def _counts() -> tuple[tuple[int, int], tuple[int, int]]:
+    """References to a tensor that torch made for a call, and to the base of such a view; and to a user's.
+
+    Measured in a thread of its own: there no mode is on, and torch keeps track of views.
+    """
+    found: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    thread = threading.Thread(target=lambda: found.append(_measure()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _measure() -> tuple[tuple[int, int], tuple[int, int]]:
+    probe = torch.Tensor._make_wrapper_subclass(_Probe, (1,), dtype=torch.bool)  # type: ignore[attr-defined]
+    _Probe.seen = []
+    torch.where(probe, 1.0, 2.0)
+    torch.where(probe, torch.ones(1), torch.ones(1))
+    fresh, held = _Probe.seen
+    found = torch.where(torch.ones(1))
+    base = found[0]._base
+    base_fresh = sys.getrefcount(base)
+    user = torch.ones(1)
+    view = user[:1]
+    base = view._base
+    return (fresh, base_fresh), (held, sys.getrefcount(base))

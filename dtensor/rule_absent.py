@@ -1,0 +1,161 @@
+"""An op without a rule: what it costs to run it all the same, said once; a mode that refuses it instead.
+
+    composite in C++                       taken apart, always: its ops have rules
+    torch has a Python decomposition       taken apart where that costs no more than gathering the inputs
+    anything else of torch                 runs on gathered inputs, which is right, with one notice per op
+    an op of another library               refused: nothing is known about what it does
+
+`strict_rules()` refuses the third kind with the call that registers a rule, and the second as well if asked; so does
+the environment variable `DTENSOR_STRICT_RULES=1` (`=all`: the second too) for a whole program. Calls that move
+nothing, because all inputs are replicated, are never refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtensor.dispatch import OpInfo
+from dtensor.errors import NoRuleError, explain_error
+from dtensor.factors import Rule
+from dtensor.placement import Replicate
+from dtensor.registry import Call
+from dtensor.reshard_plan import plan_reshard
+
+__all__ = [
+    "guarded", "is_of_torch", "no_rule", "notice", "refuse_strict", "replicated_rule", "strict_rules", "strictness",
+]  # fmt: skip
+
+ENVIRONMENT = "DTENSOR_STRICT_RULES"
+_LEVELS = {"": 0, "0": 0, "1": 1, "all": 2}
+_PACKAGES = tuple(str(Path(f).parent) for f in (__file__, torch.__file__ or ""))
+
+log = logging.getLogger("dtensor")
+_noticed: set[str] = set()
+_level: ContextVar[int | None] = ContextVar("strict_rules", default=None)
+
+
+@contextlib.contextmanager
+def strict_rules(*, decompositions: bool = False) -> Iterator[None]:
+    """Inside, an op without a sharding rule that would gather its inputs raises NoRuleError instead.
+
+    With `decompositions`, so does one that torch's Python decomposition would run; composites of torch's C++ are
+    taken apart all the same. The error names the op, its layouts and the call that registers a rule. Nests; holds
+    for the threads of `simulate` that start inside.
+
+    Example:
+        >>> with dtensor.strict_rules():
+        ...     model(batch)
+    """
+    token = _level.set(2 if decompositions else 1)
+    try:
+        yield
+    finally:
+        _level.reset(token)
+
+
+def strictness() -> int:
+    """0: anything runs; 1: nothing that gathers for want of a rule; 2: no decomposition in Python either."""
+    level = _level.get()
+    if level is not None:
+        return level
+    text = os.environ.get(ENVIRONMENT, "")
+    if text not in _LEVELS:
+        raise ValueError(f"{ENVIRONMENT}={text!r}: must be 0, 1 or all")
+    return _LEVELS[text]
+
+
+def is_of_torch(name: str) -> bool:
+    """True for the ops of torch itself, which do nothing but compute their results."""
+    return name.startswith(("aten.", "prims.", "torch_nn."))
+
+
+def replicated_rule(call: Call) -> Rule:
+    """The rule of an op about which nothing is known: all inputs and outputs replicated."""
+    return Rule(
+        tuple(((),) * s.ndim for s in call.inputs),
+        tuple(() if m is None else ((),) * len(m.shape) for m in call.outputs),
+        (),
+    )
+
+
+def no_rule(info: OpInfo, call: Call, why: str) -> NoRuleError:
+    """The error for an op without a rule, with a call to paste."""
+    got = ", ".join(f"{name}={_shown(a)}" for name, a in call.arguments.items())
+    return NoRuleError(explain_error(info.name, got, why, how_to_register(info, call)))
+
+
+def _shown(a: Any) -> str:
+    return f"[{', '.join(map(_shown, a))}]" if isinstance(a, (list, tuple)) else str(a)
+
+
+def how_to_register(info: OpInfo, call: Call) -> str:
+    """The call that registers a rule: as it stands it says that nothing may be cut, which is always right."""
+    name = info.name.rpartition(".")[0]
+    if not call.outputs or any("." in n for n in call.names):
+        return f"dtensor.experimental.register_sharding(torch.ops.{info.name})(f): f lists what may be sharded how"
+    letters = iter("abcdefghijklmnopqrstuvwxyz" * 8)
+    sizes: dict[int, str] = {}
+
+    def dims(shape: Sequence[int]) -> str:
+        return " ".join("1" if n == 1 else sizes.setdefault(n, f"[{next(letters)}]") for n in shape)
+
+    ins = ", ".join(dims(s.shape) for s in call.inputs)
+    outs = ", ".join("" if m is None else dims(m.shape) for m in call.outputs)
+    return (
+        f"dtensor.registry.register({name!r}, dtensor.registry.pattern({f'{ins} -> {outs}'!r})), without the brackets "
+        "around dims whose parts can be computed by themselves; letters stand for sizes, see dtensor.pattern; "
+        f"or dtensor.experimental.register_sharding(torch.ops.{info.name})"
+    )
+
+
+def refuse_strict(info: OpInfo, call: Call, level: int) -> None:
+    """NoRuleError where the strictness in force is at least `level` and the call would move something."""
+    if strictness() >= level and not all(s.is_replicated() for s in call.inputs):
+        how = "its decomposition in Python is refused too" if level == 2 else "it would run on gathered inputs"
+        raise no_rule(info, call, f"the operator has no sharding rule; under strict_rules {how}")
+
+
+def guarded(execute: Callable[..., Any], info: OpInfo, call: Call, level: int) -> Callable[..., Any]:
+    """`execute` of a plan that exists for want of a rule: cached, it is refused under `strict_rules` all the same."""
+
+    def run(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        if strictness() >= level:
+            refuse_strict(info, call, level)
+        return execute(local, named, args)
+
+    return run
+
+
+def notice(info: OpInfo, call: Call) -> None:
+    """Say once per op that it runs on gathered inputs, when that moves anything: what, how much, from where."""
+    if info.name in _noticed or all(s.is_replicated() for s in call.inputs):
+        return
+    _noticed.add(info.name)
+    received, kinds = 0, []
+    for s in call.inputs:
+        plan = plan_reshard(s, s.with_placements((Replicate(),) * s.mesh.ndim))
+        kinds += plan.collectives
+        received += plan.received_elements * s.dtype.itemsize
+    log.warning(
+        "%s has no sharding rule and runs replicated: %s, %d bytes received by this rank for each call\n"
+        "  layouts: %s\n  called at: %s\n  rule: %s",
+        info.name, " + ".join(kinds) or "nothing sent", received, ", ".join(map(str, call.inputs)), users_line(),
+        how_to_register(info, call),
+    )  # fmt: skip
+
+
+def users_line() -> str:
+    """`file:line` of the innermost frame that is neither this package's nor torch's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
