@@ -21,7 +21,7 @@ from dtensor import random as rng
 from dtensor.errors import LayoutError, explain_error
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
-from dtensor.moved import MovedSpec, note_writes, watching
+from dtensor.moved import MovedSpec, ViewCall, note_writes, watching
 from dtensor.propagate import Decision
 from dtensor.registry import Call, Entry, lookup, on_clear, op_name
 from dtensor.reshard_run import redistribute_local
@@ -322,7 +322,7 @@ class Plan:
     def _general(self, structure: str) -> Callable[..., Any]:
         outs = self.decision.outputs
         view = _aliases(self.call.op)
-        moved_view = view and bool(self.moves)
+        moved_view = view and bool(self.moves or self.kernel)  # a kernel's result is memory of its own
 
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
             if moved_view and getattr(_flags, "strict_views", False):
@@ -336,15 +336,25 @@ class Plan:
                 return args[0] if structure == "one" else None
             if structure == "none":
                 return got
-            base = args[0] if moved_view else None
             if self.reorder:
                 got = _in_order(got, outs)
+            if moved_view:
+                return self._moved_view(got, structure, args, named)
             if structure == "one":
-                return _wrap(got, outs[0], base)
-            made = [_wrap(g, s, base) for g, s in zip(got, outs, strict=True)]
+                return _wrap(got, outs[0])
+            made = [_wrap(g, s) for g, s in zip(got, outs, strict=True)]
             return made if structure == "list" else tuple(made)
 
         return execute
+
+    def _moved_view(self, got: Any, structure: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Views of `args[0]`, which had to move: each with the call that takes it again."""
+        many = [got] if structure == "one" else got
+        made = []
+        for i, (t, spec) in enumerate(zip(many, self.decision.outputs, strict=True)):
+            view = ViewCall(self.call.op, args[1:], dict(named), None if structure == "one" else i)
+            made.append(_wrap(t, None if spec is None else MovedSpec.of(spec, t, args[0], view)))
+        return made[0] if structure == "one" else made if structure == "list" else tuple(made)
 
     def _outside(self, local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         """A rank outside the mesh computes nothing and gets empty shards."""
@@ -402,7 +412,7 @@ def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: ty
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         got = run(*local, **named)
         return kind([
-            _wrap(g, s, None) for g, s in zip(got, specs, strict=True)
+            _wrap(g, s) for g, s in zip(got, specs, strict=True)
         ])  # fmt: skip
 
     return execute
@@ -427,11 +437,11 @@ def _in_order(got: Any, outs: Sequence[Spec | None]) -> Any:
     ]
 
 
-def _wrap(local: Any, spec: Spec | None, base: Any) -> Any:
-    """A result as a DTensor; marked as a view of `base` that had to move data, when there is one."""
+def _wrap(local: Any, spec: Spec | None) -> Any:
+    """A result as a DTensor."""
     if spec is None or local is None:
         return None if isinstance(local, torch.Tensor) else local
-    return _new(_DTensor, local, spec if base is None else MovedSpec.of(spec, base), requires_grad=False)
+    return _new(_DTensor, local, spec, requires_grad=False)
 
 
 def _aliases(op: Op) -> bool:

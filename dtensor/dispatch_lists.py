@@ -1,7 +1,8 @@
 """Ops on lists of tensors that work element by element: `_foreach_*` and `_fused_*`.
 
 Every element is decided like the op it stands for (equal elements once), the inputs that have to move are
-moved, and the list op runs once on the local lists.
+moved, and the list op runs once on the local lists. Elements that are written and that no strategy keeps go by the
+functional form of the op and are written back.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import make_call, output_metas
-from dtensor.dispatch_miss import notice, replicated_rule
-from dtensor.errors import LayoutError, MeshError, explain_error
-from dtensor.moved import note_writes, watching
-from dtensor.placement import Partial, Replicate, Shard, StridedShard
+from dtensor.dispatch_call import flat, is_dtensor, make_call, output_metas
+from dtensor.dispatch_functional import Execute, functional_form, run_on_copies, with_kwargs
+from dtensor.dispatch_views import write_local
+from dtensor.errors import LayoutError, MeshError
+from dtensor.moved import note_writes, storage_of, watching
+from dtensor.placement import Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
+from dtensor.rule_absent import notice, replicated_rule
 from dtensor.spec import Spec, TensorMeta
 from dtensor.strides import in_order
 
@@ -120,18 +123,17 @@ def miss_lists(
     entry = base_entry(info)
     moves: list[Move] = []
     results: list[Spec | None] = []
-    decided: dict[tuple[Any, ...], Decision] = {}
+    lost: list[int] = []
+    decided: dict[tuple[Any, ...], Decision | None] = {}
     for i in range(count):
         call = _element(whole, lists, i, outs)
         what = (call.inputs, call.names, call.outputs)
-        decision = decided.get(what)
+        if what not in decided:
+            decided[what] = _decide(info, entry, call)
+        decision = decided[what]
         if decision is None:
-            decision = _decide(info, entry, call)
-            if decision is None:
-                if not _settle(info, whole, args):
-                    raise _cannot_keep(info, call)
-                return hot.dispatch(info.func, args, kwargs)
-            decided[what] = decision
+            lost.append(i)
+            continue
         for name, src, dst in zip(call.names, call.inputs, decision.inputs, strict=True):
             if src is not dst:
                 if name not in lists:
@@ -140,9 +142,9 @@ def miss_lists(
                     )
                 moves.append((positions.get(name, name), i, src, dst))
         results += decision.outputs
-    plan = ListPlan(info, moves, results)
-    result = plan.execute(local, named, args)
-    hot.store(info, key, plan.execute)
+    execute = in_parts(info, kwargs, lost, count) if lost else ListPlan(info, moves, results).execute
+    result = execute(local, named, args)
+    hot.store(info, key, execute)
     return result
 
 
@@ -155,22 +157,49 @@ def _element(whole: Call, lists: Sequence[str], i: int, outs: Sequence[TensorMet
     return Call(whole.op, arguments, inputs, names, (outs[i],) if outs else ())
 
 
-def _settle(info: OpInfo, whole: Call, args: tuple[Any, ...]) -> bool:
-    """Reduce the pending targets of a list op, in place: their values stay. False where there is none.
+def in_parts(info: OpInfo, kwargs: dict[str, Any], lost: Sequence[int], count: int) -> Execute:
+    """What runs a list op that writes where no strategy keeps the elements `lost`.
 
-    Gradients of replicated parameters are pending after a backward, and what clips them writes into lists of them.
+    The others run together in place, these together by the functional form. Where elements share memory with what
+    others read or write, one after the other.
     """
-    found = False
-    for name, given in zip((a.name for a in info.func._schema.arguments), args, strict=False):
-        for t in given if name in info.written and isinstance(given, (list, tuple)) else ():
-            spec = t._spec
-            if spec.has_partial() and t._base is None:
-                found = True
-                target = spec.with_placements(
-                    tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-                )
-                t._local_tensor, t._spec = redistribute_local(t._local_tensor, spec, target), target
-    return found
+    form = functional_form(info.func) if info.written_at == (0,) else None
+    lists = frozenset(a.name for a in info.func._schema.arguments if str(a.type).startswith("List["))
+    params = [a.name for a in info.func._schema.arguments]
+    kept = [i for i in range(count) if i not in set(lost)]
+
+    def part(elements: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call on some of its elements."""
+
+        def some(name: str, a: Any) -> Any:
+            return [a[i] for i in elements] if name in lists and isinstance(a, (list, tuple)) and len(a) == count else a
+
+        return tuple(some(n, a) for n, a in zip(params, args, strict=False)), {n: some(n, a) for n, a in kwargs.items()}
+
+    def write(elements: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = part(elements, args, kwargs)
+        if form is None:
+            run_on_copies(info, args, kwargs)
+            return
+        for target, new in zip(args[0], hot.dispatch(form, args, kwargs), strict=True):
+            write_local(target, new)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        groups = [[i] for i in range(count)] if _shared(args, kwargs) else [kept, list(lost)]
+        for group in filter(None, groups):
+            if group[0] in lost:
+                write(group, args, kwargs)
+            else:
+                hot.dispatch(info.func, *part(group, args, kwargs))
+        return args[0] if info.func._schema.returns else None
+
+    return with_kwargs(kwargs, run)
+
+
+def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True where two tensors of the call share memory."""
+    found = [storage_of(t) for t in flat(args, kwargs) if is_dtensor(t)]
+    return len(found) != len(set(found))
 
 
 def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
@@ -189,13 +218,3 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
     rule = replace(rule, kernels=())
     keep = {call.names.index(n): -1 for n in info.written if n in call.names}
     return decide(info.name, rule, call.inputs, call.outputs, mesh, keep)
-
-
-def _cannot_keep(info: OpInfo, call: Call) -> LayoutError:
-    return LayoutError(
-        explain_error(
-            info.name, ", ".join(map(str, call.inputs)),
-            "an in-place op cannot change the layout of the tensors it writes, and no strategy keeps them",
-            "redistribute the other tensors or the targets to the same layout first",
-        )
-    )  # fmt: skip

@@ -13,7 +13,6 @@ import torch
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import is_dtensor, layouts
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError, explain_error
-from dtensor.moved import MovedSpec
 from dtensor.registry import Call
 from dtensor.spec import TensorMeta
 
@@ -98,8 +97,6 @@ def run_inplace_view(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
         )  # fmt: skip
     target = args[0]
     view = base(*args, **kwargs)
-    if isinstance(view._spec, MovedSpec):
-        raise cannot_keep(info, args, kwargs)
     with torch._C._DisableTorchDispatch():
         info.func(*args, **kwargs)
     target._local_tensor, target._spec = view._local_tensor, view._spec

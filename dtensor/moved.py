@@ -1,17 +1,27 @@
-"""Views that had to move data: computed all the same, never written in silence, never read when stale.
+"""Views that had to move data: copies that behave like views.
 
-Such a view is a copy. It carries a spec of its own kind, `MovedSpec`, that remembers the tensor it is a view of and
-how often that tensor's memory had been written by then. Reading the view compares the count; writing into it is
-an error. Ordinary tensors pay nothing: the spec is never interned, so it never hits a cached plan, and writes are
-counted only while some such view is alive.
+Such a view is a copy. It carries a spec of its own kind, `MovedSpec`, that remembers the tensor it is a view of, the
+calls that lead from that tensor to it, and how often that tensor's memory had been written by then:
+
+    d: f32[8@x,4]     v = d[2:5]     v._spec = MovedSpec(f32[3,4], base d, calls (slice 0, 2, 5), version)
+
+Reading compares the count and takes the view again where its base was written since; writing into it carries what
+was written back into the base (`dtensor.dispatch_views`). Ordinary tensors pay nothing: the spec is never interned,
+so it never hits a cached plan, and writes are counted only while some such view is alive.
 
 Writes are counted per storage of the local tensor, which all aliases of a DTensor share (`detach()`, `.data`, views
-that shared memory); in-place ops, list ops and fused steps report them. Writes that go past the engine, to
-`x.to_local()`, are seen by that local tensor's own version, not through other aliases of it.
+that shared memory); in-place ops, list ops and fused steps report them. These counts are the same on all ranks, so
+all ranks take a view again together. Writes that go past the engine, to `x.to_local()`, may happen on one rank only:
+they are seen by the local tensor's own version, and refused; and what is written to the local tensor of the view
+itself does not reach its base.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,56 +29,100 @@ import torch
 from dtensor.errors import LayoutError, explain_error
 from dtensor.spec import Spec
 
-__all__ = ["MovedSpec", "note_writes", "settled_spec", "watching"]
+__all__ = ["MovedSpec", "ViewCall", "bind_replay", "note_writes", "settled_spec", "watching"]
 
 _alive = 0
 _counts: dict[int, int] = {}
+_fresh = itertools.count(1)
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCall:
+    """A call that takes a view: `func(x, *args, **kwargs)`, output `index` where it gives several."""
+
+    func: torch._ops.OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    index: int | None = None
 
 
 class MovedSpec(Spec):
-    """Spec of a view that had to move data: `base` was at `version` then. Never interned."""
+    """Spec of a view that had to move data: `calls` lead to it from `base`, which was at `version` then.
 
-    __slots__ = ("base", "version")
+    `local` is the view's value on this rank as of `version`. Never interned.
+    """
+
+    __slots__ = ("base", "calls", "local", "version")
     base: Any
+    calls: tuple[ViewCall, ...]
+    local: torch.Tensor
     version: tuple[int, int]
 
     @classmethod
-    def of(cls, spec: Spec, base: Any) -> MovedSpec:
-        """`spec`, marked; of the base's own base when that is such a view itself."""
+    def of(cls, spec: Spec, local: torch.Tensor, origin: Any, call: ViewCall) -> MovedSpec:
+        """`spec` of the view that `call` takes of the DTensor `origin`; of its own base where it is such a view."""
         global _alive
-        if isinstance(base._spec, MovedSpec):
-            base = base._spec.base
+        calls: tuple[ViewCall, ...] = ()
+        if isinstance(origin._spec, MovedSpec):
+            base, calls = origin._spec.base, origin._spec.calls
+        else:  # a wrapper of its own, so that a new shape or new data of `origin` do not matter
+            base = _wrap(origin._local_tensor, origin._spec)
         made = cls._new(spec.mesh, spec.placements, tuple(spec.shape), spec.stride, spec.dtype)
         if not isinstance(made, MovedSpec):
             raise TypeError("MovedSpec was made as another class")
-        made.base, made.version = base, _version(base)
-        _alive += 1
+        with _lock:
+            _alive += 1
+        made.base, made.calls, made.local, made.version = base, (*calls, call), local, version(base)
         return made
 
     def __del__(self) -> None:
         global _alive
         if hasattr(self, "version"):
-            _alive -= 1
-            if _alive == 0:
-                _counts.clear()
+            with _lock:
+                _alive -= 1
+                if _alive == 0:
+                    _counts.clear()
 
     def settled(self) -> Spec:
         """The ordinary spec of the same value."""
         return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
 
+def _unbound(*_: Any) -> Any:
+    raise RuntimeError("dtensor.moved is used before dtensor.dispatch_views was imported")
+
+
+_replay: Callable[[MovedSpec], torch.Tensor] = _unbound
+_wrap: Callable[[torch.Tensor, Spec], Any] = _unbound
+
+
+def bind_replay(replay: Callable[[MovedSpec], torch.Tensor], wrap: Callable[[torch.Tensor, Spec], Any]) -> None:
+    """Told by `dtensor.dispatch_views` how to take a view again, and how to make a DTensor."""
+    global _replay, _wrap
+    _replay, _wrap = replay, wrap
+
+
 def settled_spec(x: Any, call: str) -> Spec:
-    """The ordinary spec of a DTensor that is about to be read by `call`; LayoutError when it is a stale view."""
+    """The ordinary spec of a DTensor that is about to be read by `call`.
+
+    Brings `x._local_tensor` up to date where `x` is a view that had to move data: read the local tensor afterwards.
+    LayoutError where its base was written past the engine.
+    """
     spec: Spec = x._spec
     if not isinstance(spec, MovedSpec):
         return spec
-    if spec.version != _version(spec.base):
+    now = version(spec.base)
+    if spec.version[0] != now[0]:
+        spec.local, spec.version = _replay(spec), now
+    elif spec.version != now:
         raise LayoutError(
             explain_error(
-                call, str(spec), "a view that had to move data does not see the writes that its base got since",
-                "take the view again after writing, or clone() the base before",
+                call, str(spec), "a view that had to move data does not see what is written to local tensors",
+                "write to the DTensor, or take the view again after writing",
             )
         )  # fmt: skip
+    x._local_tensor = spec.local
     return spec.settled()
 
 
@@ -83,18 +137,19 @@ def note_writes(*written: Any) -> None:
         if isinstance(t, (list, tuple)):
             note_writes(*t)
         elif hasattr(t, "_local_tensor"):
-            key = _storage(t)
-            _counts[key] = _counts.get(key, 0) + 1
+            _counts[storage_of(t)] = next(_fresh)
 
 
-def _storage(t: Any) -> int:
+def storage_of(t: Any) -> int:
+    """What tells the local memory of a DTensor from others'."""
     local = t._local_tensor
     if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the unwaited result of a collective
         local = local.wait()
     return int(local.untyped_storage()._cdata)
 
 
-def _version(base: Any) -> tuple[int, int]:
+def version(base: Any) -> tuple[int, int]:
+    """How often the memory of a DTensor was written: by the engine while watching, and by anyone."""
     local = base._local_tensor
     own = 0 if local.is_inference() else int(local._version)
-    return _counts.get(_storage(base), 0), own
+    return _counts.get(storage_of(base), 0), own

@@ -418,7 +418,8 @@ def _redistribute(
     x: DTensor, placed: tuple[Placement, ...], async_op: bool = False, dtype: torch.dtype | None = None
 ) -> DTensor:
     """Layout change without autograd."""
-    local, spec = x._local_tensor, settled_spec(x, "redistribute")
+    spec = settled_spec(x, "redistribute")
+    local = x._local_tensor
     if dtype is not None and dtype is not spec.dtype:
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)

@@ -1,0 +1,115 @@
+"""Calls that write where no strategy keeps the layout of what is written: compute elsewhere, then write back.
+
+    x: f32[8@dp]{P:tp}       x.relu_()       relu passes no pending sum, and x must stay pending
+    functional               y = relu(x)     the planner moves x as it likes; y: f32[8@dp]
+    back                     y into {P:tp}   the value on the first position of tp, zero elsewhere; into x's memory
+
+The functional form is found by schema (`relu_` -> `relu`). An op without one, or one that writes several
+arguments, runs on replicated copies of what it writes, which keep their layout; so do ops that draw random numbers,
+on empty ones. All that can be refused is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from dtensor import dispatch as hot
+from dtensor.dispatch import Op, OpInfo
+from dtensor.dispatch_call import is_dtensor, map_args
+from dtensor.dispatch_views import plain_wrapper, whole, write_local
+from dtensor.dispatch_writes import cannot_keep
+from dtensor.placement import Replicate
+
+__all__ = ["Execute", "functional_form", "rewritten", "run_on_copies", "with_kwargs"]
+
+Execute = Callable[[list[Any], dict[str, Any], tuple[Any, ...]], Any]
+
+
+@cache
+def functional_form(func: Op) -> Op | None:
+    """The op that returns what `func` writes into its first argument, and writes nothing; None if there is none."""
+    schema = func._schema
+    packet = schema.name.rpartition("::")[2].removesuffix("_")
+    space = getattr(torch.ops, func.namespace)
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    for name in getattr(space, packet).overloads() if hasattr(space, packet) else ():
+        other: Op = getattr(getattr(space, packet), name)
+        given = other._schema.arguments
+        if [(a.name, str(a.type)) for a in given] == wanted and not any(
+            a.alias_info is not None and a.alias_info.is_write for a in given
+        ):
+            return other
+    return None
+
+
+def rewritten(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Execute:
+    """What a plan runs for a call none of whose strategies keeps what it writes."""
+    draws = info.entry is not None and info.entry.random
+    form = None if draws or info.written_at != (0,) else functional_form(info.func)
+    if form is None:
+        return with_kwargs(kwargs, lambda a, k: run_on_copies(info, a, k))
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        write_local(args[0], hot.dispatch(form, args, kwargs))
+        return args[0]
+
+    return with_kwargs(kwargs, run)
+
+
+def with_kwargs(kwargs: dict[str, Any], run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Execute:
+    """`run` on whole arguments: a plan is given the local parts of those that have names; their specs are known."""
+    specs = {n: map_args(lambda t: t._spec if is_dtensor(t) else None, (a,), {})[0][0] for n, a in kwargs.items()}
+
+    def wrapped(local: Any, spec: Any) -> Any:
+        if isinstance(spec, list):
+            return [wrapped(x, s) for x, s in zip(local, spec, strict=True)]
+        return local if spec is None else plain_wrapper(local, spec)
+
+    def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        return run(args, {n: wrapped(a, specs[n]) for n, a in named.items()})
+
+    return execute
+
+
+def run_on_copies(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], everything: bool = False) -> Any:
+    """Run an op on replicated copies of the tensors it writes (of all its tensors, if asked), and write back."""
+    draws = info.entry is not None and info.entry.random
+    written: list[tuple[Any, Any]] = []
+
+    def copied(t: Any) -> Any:
+        if not is_dtensor(t):
+            return t
+        spec = t._spec.with_placements((Replicate(),) * t._spec.mesh.ndim)
+        if draws:  # what is there is not read
+            local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=t._local_tensor.device)
+        else:
+            local = whole(t)
+        made = plain_wrapper(local, spec)
+        written.append((t, made))
+        return made
+
+    def replicated(t: Any) -> Any:
+        if not everything or not is_dtensor(t):
+            return t
+        return plain_wrapper(whole(t), t._spec.with_placements((Replicate(),) * t._spec.mesh.ndim))
+
+    def convert(name: str, a: Any) -> Any:
+        f = copied if name in info.written else replicated
+        return [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)
+
+    new_args = tuple(convert(p.name, a) for p, a in zip(info.func._schema.arguments, args, strict=False))
+    new_kwargs = {k: convert(k, a) for k, a in kwargs.items()}
+    if all(t._spec is made._spec for t, made in written) and not everything:
+        raise cannot_keep(info, args, kwargs)
+    result = hot.dispatch(info.func, new_args, new_kwargs)
+    for t, made in written:
+        write_local(t, made)
+    back = {id(made): t for t, made in written}
+    restored = lambda t: back.get(id(t), t)  # noqa: E731
+    if isinstance(result, (list, tuple)):
+        return type(result)(map(restored, result))
+    return restored(result)
