@@ -1,6 +1,5 @@
 """Dispatch: what the cache key holds, list and out forms, ops without a rule, the registry's API."""
 
-import logging
 
 import pytest
 import torch
@@ -97,21 +96,6 @@ def test_list_ops_decide_each_element() -> None:
             torch.testing.assert_close(t.full_tensor(), rand(3).exp())
 
     on(2, f)
-
-
-def test_an_op_without_a_rule_runs_replicated_and_says_so_once(caplog) -> None:
-    def f(mesh):
-        x = make(rand(4, 4), mesh, [S0])
-        for _ in range(2):
-            torch.testing.assert_close(torch.linalg.det(x).full_tensor(), torch.linalg.det(rand(4, 4)))
-
-    from dtensor import dispatch_miss
-
-    dispatch_miss._noticed.clear()
-    with caplog.at_level(logging.WARNING, logger="dtensor"):
-        on(2, f)
-    texts = [r.getMessage() for r in caplog.records if "no sharding rule" in r.getMessage()]
-    assert texts and len(texts) == len({t.split()[0] for t in texts}), texts
 
 
 def test_a_foreign_op_without_a_rule_is_refused() -> None:
