@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtensor.factors import Dims, Linear, Rule
-from dtensor.registry import Builder, Call, pattern, present_groups, register
+from dtensor.registry import Builder, Call, present_groups, register
 from propagation_rules.dtypes import cast_passes, is_exact
 
 __all__ = [
@@ -165,7 +165,6 @@ register(
     "aten.silu_backward aten.softplus_backward aten.softshrink_backward aten.tanh_backward aten.threshold_backward",
     pointwise("0"), values=NUMBERS,
 )  # fmt: skip
-register("aten.bucketize.Tensor", pattern("..., [n] -> ..."))
 
 
 def log_sigmoid(call: Call) -> Rule:

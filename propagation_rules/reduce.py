@@ -229,18 +229,6 @@ def _run_aminmax(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     return x.amin(gone, keep), x.amax(gone, keep)
 
 
-# ------------------------------------------------------------ histc
-def histc(call: Call) -> Rule:
-    """With bounds the counts add up; without them they depend on the whole."""
-    x, out = call.inputs[0], call.outputs[0]
-    assert out is not None
-    dims: Dims = tuple((d,) for d in range(x.ndim))
-    bins = x.ndim
-    given = float(call["min"]) != float(call["max"])
-    whole = {bins} if given else {bins, *range(x.ndim)}
-    return Rule((dims,), (((bins,),),), (*x.shape, out.shape[0]), frozenset(whole))
-
-
 _SUMS: Mapping[str, reduction] = {
     "aten.sum": reduction("sum", ("sum", "avg")),
     "aten.nansum aten.count_nonzero": reduction("sum"),
@@ -256,4 +244,3 @@ register("aten.mean", mean)
 register("aten.linalg_vector_norm aten.norm aten._foreach_norm", vector_norm)
 register("aten.dist", dist)
 register("aten.aminmax", aminmax)
-register("aten.histc", histc)

@@ -154,7 +154,33 @@ SCANS = [
     _inplace("cumprod_", lambda x: x.cumprod_(0), X),
 ]
 
+SEQ = torch.tensor([-1.0, -0.5, 0.0, 0.4, 1.0])
+OTHER = [
+    _plain("histc", lambda x: x.histc(4), X),
+    _plain("histc of one number", lambda x: x.histc(4), torch.ones(2)),
+    _plain("bincount", torch.bincount, ints(6, 9)),
+    _plain("bincount few", lambda x, w: torch.bincount(x, w, 4), ints(3, 2), rand(2)),
+    _plain("searchsorted", torch.searchsorted, SEQ, X),
+    _plain("searchsorted rows", torch.searchsorted, rand(3, 5).sort().values, rand(3, 4)),
+    _plain("searchsorted one", lambda s: torch.searchsorted(s, 0.3, right=True), SEQ),
+    _plain(
+        "searchsorted sorter",
+        lambda s, x, i: torch.searchsorted(s, x, sorter=i),
+        SEQ.flip(0),
+        X,
+        torch.arange(5).flip(0),
+    ),
+    _plain("bucketize", lambda x, b: torch.bucketize(x, b, out_int32=True), X, SEQ),
+    _plain("bucketize one", lambda b: torch.bucketize(0.3, b), SEQ),
+    _grad("bilinear", torch.nn.functional.bilinear, rand(3, 2), rand(3, 4), rand(5, 2, 4)),
+    _plain("block_diag", lambda x, y: torch.block_diag(x, y, x), X, rand(2, 3)),
+    _plain("all true", lambda x: (aten._is_all_true(x), aten._is_any_true(x)), MASK),
+    _plain("copies", lambda x: (aten.alias_copy(x), aten.detach_copy(x), aten.lift_fresh_copy(x), aten.lift(x)), X),
+    _plain("powsum", lambda x: aten.linalg__powsum(x, 3, [0]), X),
+    _plain("euclidean distance", lambda x, y: aten._euclidean_dist(x, y), rand(3, 4), Y),
+]
+
 LAYOUTS_ONLY = [_grad("logcumsumexp", lambda x: torch.logcumsumexp(x, 0), X)]
 """Its gradient holds the least number there is, of which pending averages go beyond."""
 
-SAMPLES = [*LINALG, *FFT, *INDEX, *SCANS]
+SAMPLES = [*LINALG, *FFT, *INDEX, *SCANS, *OTHER]
