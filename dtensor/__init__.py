@@ -18,6 +18,7 @@ from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.factory import empty, full, ones, rand, randn, zeros
 from dtensor.module import distribute_module
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, _StridedShard
+from dtensor.rule_absent import strict_rules
 from dtensor.simulate import simulate
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
@@ -54,5 +55,5 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard", "_StridedShard",
     "distribute_module", "distribute_tensor", "empty", "full", "init_device_mesh", "ones",
-    "rand", "randn", "simulate", "zeros",
+    "rand", "randn", "simulate", "strict_rules", "zeros",
 ]  # fmt: skip

@@ -135,6 +135,8 @@ class _Trial(TorchDispatchMode):
             if inner is not None:
                 with self:
                     return inner(*args, **kwargs)
+            if not all(s.is_replicated() for s in call.inputs):
+                raise _GaveUp(f"{info.name} has no rule either")
             rule = replicated_rule(call)
         decision = decide(info.name, rule, call.inputs, outs, self.mesh)
         if decision is None or structure == "none":
