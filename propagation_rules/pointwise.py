@@ -100,7 +100,7 @@ class pointwise:  # noqa: N801 - used as a function
     more: tuple[Linear, ...] = ()
 
     def __call__(self, call: Call) -> Rule:
-        if not self.linear:
+        if not self.linear and not self.more:
             return broadcast_rule(call)
         more = (g for g in self.more if max(g.inputs) < len(call.inputs))
         return broadcast_rule(call, sound_groups(call, (*present_groups(self.linear, call), *more)))
@@ -109,7 +109,7 @@ class pointwise:  # noqa: N801 - used as a function
     def text_form(self) -> str:
         """Printed form."""
         more = "".join(f" and {dict(g.ops)} in {sorted(g.inputs)}" for g in self.more)
-        return "pointwise" + (f"   linear {self.linear}{more}" if self.linear else "")
+        return "pointwise" + (f"   linear {self.linear}" if self.linear else "") + more
 
 
 def register_with_lists(names: str, build: Builder, values: str = NUMBERS) -> None:
@@ -123,8 +123,8 @@ def register_with_lists(names: str, build: Builder, values: str = NUMBERS) -> No
 # ------------------------------------------------------------ the table
 register("aten.<pointwise>", pointwise(), values=NUMBERS)
 register(
-    "aten.__and__ aten.__lshift__ aten.__or__ aten.__rshift__ aten.__xor__ aten.complex aten.floor_divide "
-    "aten.hardswish aten.isin.Tensor_Scalar aten.polar aten.special_ndtr aten._prelu_kernel aten._foreach_pow",
+    "aten.__lshift__ aten.__rshift__ aten.complex aten.floor_divide "
+    "aten.hardswish aten.isin.Tensor_Scalar aten.polar aten._prelu_kernel aten._foreach_pow",
     pointwise(), values=NUMBERS,
 )  # fmt: skip
 
@@ -153,9 +153,21 @@ register_with_lists("minimum min.other", pointwise("max:0|max:1", (Linear(frozen
 register_with_lists("clamp clamp_min.Tensor clamp_max.Tensor clip", pointwise("max:0|max:1|max:2"))
 register_with_lists("clamp_min.default clamp_max.default", pointwise("max:0"))
 register_with_lists(
-    "asinh atan ceil erf exp exp2 expm1 floor hardsigmoid hardtanh relu relu6 round sigmoid sinh tanh trunc",
-    pointwise("max:0"),
+    "asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh "
+    "special_log_ndtr special_ndtr tanh trunc", pointwise("max:0"),
 )  # fmt: skip
+register_with_lists("logaddexp logaddexp2", pointwise("max:0|max:1"))
+register_with_lists("erfc special_erfcx", pointwise("neg:0"))
+
+# of bits: what `any` and `all` leave pending
+_EITHER, _BOTH = (("bor", "bor"), ("band", "band")), frozenset({0, 1})
+_ONE = (Linear(frozenset({0}), _EITHER), Linear(frozenset({1}), _EITHER))
+register_with_lists("bitwise_or logical_or __or__", pointwise(more=(*_ONE, Linear(_BOTH, (("bor", "bor"),)))))
+register_with_lists("bitwise_and logical_and __and__", pointwise(more=(*_ONE, Linear(_BOTH, (("band", "band"),)))))
+register_with_lists("bitwise_xor __xor__", pointwise(more=(Linear(_BOTH, (("bxor", "bxor"),)),)))
+register_with_lists(
+    "bitwise_not logical_not", pointwise(more=(Linear(frozenset({0}), (("bor", "band"), ("band", "bor"))),))
+)
 
 # backward: linear in the gradient
 register(
@@ -179,5 +191,5 @@ def log_sigmoid(call: Call) -> Rule:
     return replace(broadcast_rule(call), bind=None if on_cpu else lambda ins, outs: full_buffer)
 
 
-register("aten._to_copy", pointwise("any:0"))
+register("aten._to_copy prims.convert_element_type", pointwise("any:0"))
 register("aten.log_sigmoid_forward", log_sigmoid)

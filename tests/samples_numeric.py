@@ -154,6 +154,28 @@ SCANS = [
     _inplace("cumprod_", lambda x: x.cumprod_(0), X),
 ]
 
+POINTWISE = [
+    _plain(f"pending {name}", fn, X, Y)
+    for name, fn in {
+        "or": lambda x, y: ((x > 1).any(0) | (y > 0).any(0), (x > 1).any(0) | (y[0] > 0), (x > 0).all(0) | (y[0] > 0)),
+        "and": lambda x, y: ((x > 1).all(0) & (y > 0).all(0), (x > 1).any(0) & (y[0] > 0), (x > 0).all(0) & (y[0] > 0)),
+        "xor": lambda x, y: ((x > 1).any(0) ^ (y > 0).any(0), (x > 1).any(0) ^ (y[0] > 0)),
+        "not": lambda x, y: (~(x > 1).any(0), (x > 0).all(0).logical_not(), (~(x > 0).all(0)).any()),
+        "logical": lambda x, y: ((x > 1).any(0).logical_or((y > 0).all(0)), (x > 1).any(0).logical_and((y > 0).any(0))),
+        "bits": lambda x, y: (aten.__or__(x > 0, y > 0), aten.__and__(x > 0, y > 0), aten.__xor__(x > 0, y > 0)),
+    }.items()
+] + [
+    Sample(name, fn, (X, Y), grads=False)
+    for name, fn in {
+        "erfc": lambda x, y: (torch.erfc(x), torch.special.erfcx(x)),
+        "ndtr": lambda x, y: (torch.special.ndtr(x), torch.special.log_ndtr(x)),
+        "shrink": lambda x, y: torch.nn.functional.hardshrink(x),
+        "logaddexp": lambda x, y: (torch.logaddexp(x, y), torch.logaddexp2(x, y)),
+        "special": lambda x, y: (x.sgn(), x.heaviside(y), torch.polygamma(2, x.abs() + 1), x.nan_to_num(), x.ldexp(y)),
+        "frexp": lambda x, y: torch.frexp(x),
+    }.items()
+]
+
 SEQ = torch.tensor([-1.0, -0.5, 0.0, 0.4, 1.0])
 OTHER = [
     _plain("histc", lambda x: x.histc(4), X),
@@ -183,4 +205,4 @@ OTHER = [
 LAYOUTS_ONLY = [_grad("logcumsumexp", lambda x: torch.logcumsumexp(x, 0), X)]
 """Its gradient holds the least number there is, of which pending averages go beyond."""
 
-SAMPLES = [*LINALG, *FFT, *INDEX, *SCANS, *OTHER]
+SAMPLES = [*LINALG, *FFT, *INDEX, *SCANS, *POINTWISE, *OTHER]
