@@ -263,5 +263,5 @@ def _run_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
     return dx, dw, dbias
 
 
-register("aten.convolution aten._convolution aten.convolution_overrideable", convolution)
-register("aten.convolution_backward aten.convolution_backward_overrideable", convolution_backward)
+register("aten.convolution aten._convolution", convolution)
+register("aten.convolution_backward", convolution_backward)

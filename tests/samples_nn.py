@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from laws import Sample, rand
 
 SUMS = ("sum",)
+REDUCTIONS = ("none", "mean", "sum")
 
 CONV = [
     Sample("conv2d", F.conv2d, (rand(4, 3, 5, 6), rand(6, 3, 3, 3), rand(6)), pending=SUMS),
@@ -31,4 +36,106 @@ CONV = [
            (rand(2, 4, 6, 3), rand(4, 2, 4, 2), rand(4)), pending=SUMS),
     Sample("conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b, dilation=2, padding=2),
            (rand(2, 3, 7), rand(3, 2, 3), rand(2)), pending=()),
+]  # fmt: skip
+
+IMAGE, VOLUME, LINE = rand(5, 3, 7, 6), rand(2, 3, 5, 4, 6), rand(4, 3, 9)
+
+
+def distinct(*shape: int) -> torch.Tensor:
+    """Numbers without ties, so that the place of a maximum is one."""
+    n = math.prod(shape)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n)).reshape(shape).float() / 8
+
+
+def unpool(dims: int, kernel: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A pool and its reverse, so that the places are valid."""
+    pool, back = (getattr(F, f"max_{kind}{dims}d") for kind in ("pool", "unpool"))
+    return lambda x: back(*pool(x, kernel, return_indices=True), kernel)
+
+
+def fractional(dims: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    pool = getattr(F, f"fractional_max_pool{dims}d")
+    return lambda x, s: pool(x, 2, output_size=3, _random_samples=s.detach().sigmoid())
+
+
+def adaptive(kind: str, dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    pool = getattr(F, f"adaptive_{kind}_pool{dims}d")
+    return lambda x: pool(x, 3)
+
+
+POOLS = [
+    Sample("avg_pool1d", lambda x: F.avg_pool1d(x, 3, 2, 1), (LINE,)),
+    Sample("avg_pool2d", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), (IMAGE,), pending=SUMS),
+    Sample("avg_pool2d ceil", lambda x: F.avg_pool2d(x, 4, 3, 1, ceil_mode=True), (IMAGE,), pending=SUMS),
+    Sample("avg_pool2d no batch", lambda x: F.avg_pool2d(x, 2, divisor_override=3), (IMAGE[0],), pending=SUMS),
+    Sample("avg_pool3d", lambda x: F.avg_pool3d(x, 2), (VOLUME,), pending=SUMS),
+    Sample("lp_pool2d", lambda x: F.lp_pool2d(x, 2, 2), (IMAGE.abs() + 0.1,), pending=()),
+    Sample("max_pool1d", lambda x: F.max_pool1d(x, 3, 2, 1), (distinct(4, 3, 9),), pending=("max",)),
+    Sample("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), (distinct(5, 3, 7, 6),), pending=("max",)),
+    Sample("max_pool2d no batch", lambda x: F.max_pool2d(x, 3, 2, 1, 2), (distinct(3, 7, 6),), pending=SUMS),
+    Sample("max_pool3d", lambda x: F.max_pool3d(x, 2), (distinct(2, 3, 5, 4, 6),), pending=SUMS),
+    *(Sample(f"adaptive_{kind}_pool{d}d", adaptive(kind, d), (distinct(4, 3, *(7, 5, 6)[:d]),), pending=SUMS)
+      for kind in ("avg", "max") for d in (1, 2, 3)),
+    Sample("global average", lambda x: F.adaptive_avg_pool2d(x, 1), (IMAGE,), pending=SUMS),
+    Sample("max_unpool2d", unpool(2, 2), (distinct(3, 2, 6, 4),), pending=()),
+    Sample("max_unpool3d", unpool(3, 2), (distinct(2, 3, 4, 4, 4),), pending=()),
+    Sample("fractional_max_pool2d", fractional(2), (distinct(4, 3, 9, 8), rand(4, 3, 2)), pending=()),
+    Sample("fractional_max_pool3d", fractional(3), (distinct(3, 9, 8, 7), rand(1, 3, 3)), pending=()),
+]  # fmt: skip
+
+
+def resize(mode: str, align: bool | None = None, **kw: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.interpolate(x, mode=mode, align_corners=align, **kw)  # type: ignore[arg-type]
+
+
+RESAMPLE = [
+    Sample("nearest 1d", resize("nearest", scale_factor=2), (LINE,)),
+    Sample("nearest 2d", resize("nearest", size=(5, 9)), (IMAGE,)),
+    Sample("nearest 3d", resize("nearest", scale_factor=2), (VOLUME,), pending=SUMS),
+    Sample("nearest-exact 1d", resize("nearest-exact", size=4), (LINE,), pending=SUMS),
+    Sample("nearest-exact 2d", resize("nearest-exact", scale_factor=1.5), (IMAGE,), pending=SUMS),
+    Sample("nearest-exact 3d", resize("nearest-exact", size=3), (VOLUME,), pending=SUMS),
+    Sample("linear", resize("linear", True, scale_factor=2), (LINE,), pending=SUMS),
+    Sample("bilinear", resize("bilinear", False, size=(5, 9)), (IMAGE,), pending=SUMS),
+    Sample("bilinear antialias", resize("bilinear", False, size=(4, 3), antialias=True), (IMAGE,), pending=SUMS),
+    Sample("bicubic", resize("bicubic", False, scale_factor=2), (rand(5, 3, 3, 4),), pending=SUMS),
+    Sample("bicubic antialias", resize("bicubic", False, size=4, antialias=True), (IMAGE,), pending=SUMS),
+    Sample("lanczos", resize("lanczos", False, size=4, antialias=True), (IMAGE,), pending=SUMS),
+    Sample("trilinear", resize("trilinear", True, size=(3, 6, 5)), (VOLUME,), pending=SUMS),
+    Sample("grid_sample 2d", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
+           (IMAGE, rand(5, 4, 3, 2)), pending=SUMS),
+    Sample("grid_sample bicubic", lambda x, g: F.grid_sample(x, g.tanh(), "bicubic", "border", True),
+           (rand(2, 3, 4, 4), rand(2, 4, 1, 2)), pending=()),
+    Sample("grid_sample 3d", lambda x, g: F.grid_sample(x, g.tanh(), padding_mode="reflection", align_corners=False),
+           (VOLUME, rand(2, 3, 2, 4, 3)), pending=SUMS),
+    Sample("affine_grid", lambda t: F.affine_grid(t, [5, 3, 4, 6], align_corners=False), (rand(5, 2, 3),)),
+    Sample("affine_grid 3d", lambda t: F.affine_grid(t, [3, 1, 2, 4, 3], align_corners=True), (rand(3, 3, 4),)),
+    Sample("unfold", lambda x: F.unfold(x, (3, 2), padding=1, stride=2), (IMAGE,), pending=SUMS),
+    Sample("unfold no batch", lambda x: F.unfold(x, 2), (IMAGE[0],), pending=SUMS),
+    Sample("fold", lambda x: F.fold(x, (5, 4), (2, 3), padding=1), (rand(3, 24, 24),), pending=SUMS),
+    Sample("fold no batch", lambda x: F.fold(x, 4, 2, stride=2), (rand(12, 4),), pending=SUMS),
+]  # fmt: skip
+
+DISTANCES = [
+    *(Sample(f"cdist {p}", lambda a, b, p=p: torch.cdist(a, b, p), (rand(2, 5, 4), rand(2, 6, 4)), pending=SUMS)
+      for p in (2.0, 1.0, 3.0, float("inf"))),
+    Sample("cdist broadcast", torch.cdist, (rand(3, 1, 5, 4), rand(2, 6, 4, seed=1)), pending=SUMS),
+    Sample("pdist", F.pdist, (rand(6, 4),), pending=SUMS),
+    Sample("pairwise_distance", F.pairwise_distance, (rand(5, 6), rand(5, 6, seed=1)), pending=SUMS),
+]  # fmt: skip
+
+Y = torch.tensor([2, 0, 4, 1, 3, 3, 0])
+MARGINS = [
+    *(Sample(f"multi_margin_loss {r}", lambda x, t, w, r=r: F.multi_margin_loss(x, t, weight=w.detach(), reduction=r),
+             (rand(7, 5), Y, rand(5).abs()), pending=SUMS) for r in REDUCTIONS),
+    Sample("multi_margin_loss of one", lambda x, t: F.multi_margin_loss(x, t, 2), (rand(5), Y[0]), pending=SUMS),
+    *(Sample(f"multilabel_margin_loss {r}", lambda x, t, r=r: F.multilabel_margin_loss(x, t, reduction=r),
+             (rand(6, 4), torch.tensor([[1, 3, -1, 0]] * 3 + [[2, -1, 0, 0]] * 3)), pending=SUMS) for r in REDUCTIONS),
+]  # fmt: skip
+
+aten = torch.ops.aten
+DIRECT = [
+    Sample("_convolution", lambda x, w, b: aten._convolution(
+        x, w, b, [2, 1], [1, 0], [1, 1], False, [0, 0], 1, False, False, False, False),
+        (IMAGE, rand(4, 3, 3, 2), rand(4)), pending=SUMS, grads=False),
 ]  # fmt: skip

@@ -23,6 +23,7 @@ ELSEWHERE = {
     r"(nll_loss|_log_softmax)": "tests/test_loss_rules.py",
     r"_scaled_dot_product_(flash_attention(_backward)?$|efficient|cudnn|fused)": "kernels of accelerators only",
     r"(_scaled_mm|_fused_rms_norm|_fused_rms_norm_backward)$": "kernels of accelerators only",
+    r"_thnn_fused_(gru|lstm)_cell$": "kernels of accelerators only",
     r"(_stack|_index_put_impl)$": "torch calls it from stack, from index_put's gradient, on accelerators",
 }
 
