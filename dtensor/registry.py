@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,13 +111,20 @@ def register(
     """
     many = names.split() if isinstance(names, str) else list(names)
     numbers = frozenset(values.split() if isinstance(values, str) else values)
-    text = getattr(build, "text_form", "") or getattr(build, "__name__", type(build).__name__)
+    text = _text_of(build)
     for name in many:
         if name.count(".") not in (1, 2):
             raise ValueError(f"register({name!r}): a name is 'namespace.op' or 'namespace.op.overload'")
         _entries[name] = Entry(name, build, numbers, random, text)
     if _loaded:
         clear_plans()
+
+
+def _text_of(build: Builder) -> str:
+    """A builder's own text, else its name and the first line of its docstring."""
+    name = getattr(build, "__name__", type(build).__name__)
+    first = (inspect.getdoc(build) or "").partition("\n")[0]
+    return getattr(build, "text_form", "") or (f"{name}: {first}" if first and name != "<lambda>" else name)
 
 
 def unregister(name: str) -> None:

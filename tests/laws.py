@@ -37,6 +37,7 @@ from dtensor.dispatch_call import make_call, map_args, output_metas
 from dtensor.propagate import all_decisions
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
+from propagation_rules.proof.parts import differs, part_of
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
 REFUSALS = (NotImplementedError, RuntimeError, ValueError)
@@ -114,65 +115,7 @@ def flat(x: Any) -> list[torch.Tensor]:
     return [t for y in x for t in flat(y)] if isinstance(x, (list, tuple)) else []
 
 
-def differs(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float) -> str:
-    """What differs, or ''. Shape and dtype count; NaN equals NaN."""
-    if got.shape != want.shape:
-        return f"shape {list(got.shape)}, not {list(want.shape)}"
-    if got.dtype != want.dtype:
-        return f"dtype {got.dtype}, not {want.dtype}"
-    if not (want.is_floating_point() or want.is_complex()):
-        return (
-            "" if torch.equal(got, want) else f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
-        )
-    if torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True):
-        return ""
-    return f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
-
-
 # ------------------------------------------------------------ making local parts
-def part_of(full: torch.Tensor, spec: Spec, seed: int = 0) -> torch.Tensor:
-    """This rank's local tensor of `full` in a layout: the specification of placements, for tests."""
-    coord = spec.mesh.coord
-    if coord is None:
-        return full.new_empty(spec.local_shape)
-    part = full
-    for axis, (p, k, r) in enumerate(zip(spec.placements, spec.mesh.shape, coord, strict=True)):
-        if isinstance(p, Partial):
-            part = _split(part, p, k, r, seed * 31 + axis * 7 + sum(coord[:axis]))
-    for d, runs in enumerate(spec.intervals_of(coord)):
-        index = torch.tensor([i for s, n in runs for i in range(s, s + n)], dtype=torch.int64)
-        part = part.index_select(d, index)
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _split(t: torch.Tensor, p: Partial, k: int, r: int, seed: int) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    exact = not (t.is_floating_point() or t.is_complex())
-    noise = [
-        (
-            torch.randint(-3, 4, t.shape, generator=g) if exact else torch.randint(-12, 13, t.shape, generator=g) / 4.0
-        ).to(t.dtype)
-        for _ in range(k)
-    ]
-    winner = (torch.arange(max(t.numel(), 1))[: t.numel()].reshape(t.shape) + seed) % k
-    op = p.reduce_op
-    if op in ("sum", "avg"):
-        whole = t * k if op == "avg" else t
-        return noise[r] if r else whole - sum(noise[1:], torch.zeros_like(t))
-    if op in ("max", "min"):
-        off = noise[r].abs() + 1
-        return torch.where(winner == r, t, t - off if op == "max" else t + off)
-    if op == "product":
-        factors = [torch.where(n > 0, 2.0, -0.5).to(t.dtype) for n in noise]
-        if r:
-            return factors[r]
-        rest = torch.ones_like(t)
-        for f in factors[1:]:
-            rest = rest * f
-        return t / rest
-    raise ValueError(f"no way to split for {p}")
-
-
 def make(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], requires_grad: bool = False) -> DTensor:
     """A DTensor whose value is `full`, in this layout (Partial included)."""
     spec = Spec.make(mesh, tuple(placements), full.shape, full.stride(), full.dtype)

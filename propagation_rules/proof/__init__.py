@@ -1,0 +1,14 @@
+"""Rules held to numbers.
+
+    parts       cutting full tensors into the parts of a layout, putting parts together, comparing
+    recorded    one call of an aten op, as torch made it
+    samples     calls from torch's database of operators, or from shapes given
+    truth       every strategy of a rule gives the plain op's value
+    missing     rows that would be right without communication and that a rule does not offer
+    sweep       many ops in several processes, a summary
+    count       which overloads the rules cover, and what they cost in lines
+    listing     all rules as text
+    shown       one rule, as it is for one call
+
+`python -m propagation_rules` is the command line. Nothing here is loaded by the engine.
+"""

@@ -1,0 +1,108 @@
+"""How much of aten the rules cover, and how many lines they cost.
+
+A rule is registered for a functional op; its in-place, `out=` and list forms derive from it. So an overload is
+covered when the engine finds a rule for it, its own or a derived one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import propagation_rules
+from dtensor import dispatch as hot
+from dtensor.dispatch_lists import base_entry
+from dtensor.registry import Entry, entries, lookup
+from propagation_rules.proof.recorded import Op
+
+__all__ = ["KINDS", "Coverage", "aten_overloads", "coverage", "covering", "kind_of"]
+
+KINDS = ("functional", "in-place", "out", "foreach", "fused")
+
+
+@functools.cache
+def aten_overloads() -> tuple[Op, ...]:
+    """Every overload of aten that takes or gives a tensor, by name."""
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        types = [*schema.arguments, *schema.returns]
+        if space == "aten" and any("Tensor" in str(a.type) for a in types):
+            found.append(getattr(getattr(torch.ops.aten, name), schema.overload_name or "default"))
+    return tuple(sorted(set(found), key=str))
+
+
+def kind_of(op: Op) -> str:
+    """One of `KINDS`."""
+    packet = op._schema.name.rpartition("::")[2]
+    if packet.startswith(("_fused_", "_amp_foreach")):
+        return "fused"
+    if packet.startswith("_foreach_"):
+        return "foreach"
+    if any(a.is_out for a in op._schema.arguments):
+        return "out"
+    written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+    return "in-place" if written else "functional"
+
+
+def covering(op: Op) -> Entry | None:
+    """The entry whose rule an overload uses, its own or a derived one."""
+    kind = kind_of(op)
+    if kind == "out":
+        functional = _functional_of(op)
+        return None if functional is None else lookup(functional)
+    if kind in ("foreach", "fused"):
+        return base_entry(hot.OpInfo(op))
+    return lookup(op)
+
+
+def _functional_of(op: Op) -> Op | None:
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    packet = getattr(torch.ops.aten, op._schema.name.rpartition("::")[2])
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted and kind_of(other) == "functional":
+            return other
+    return None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Overloads covered, by kind; by entry, how many of each kind; entries; lines of the rule families."""
+
+    by_kind: Counter[str]
+    by_entry: dict[str, Counter[str]]
+    entries: int
+    lines: int
+
+    @property
+    def overloads(self) -> int:
+        """Overloads with a rule."""
+        return sum(self.by_kind.values())
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{self.by_kind[k]} {k}" for k in KINDS)
+        return (
+            f"{self.overloads} aten overloads have a rule: {kinds}\n"
+            f"{self.entries} rules in {self.lines} lines: {self.lines / self.entries:.1f} lines a rule, "
+            f"{self.lines / self.overloads:.1f} an overload"
+        )
+
+
+def coverage() -> Coverage:
+    """What the registered rules cover."""
+    by_kind: Counter[str] = Counter()
+    by_entry: dict[str, Counter[str]] = {}
+    for op in aten_overloads():
+        entry = covering(op)
+        if entry is not None:
+            by_kind[kind_of(op)] += 1
+            by_entry.setdefault(entry.name, Counter())[kind_of(op)] += 1
+    files = [p for folder in propagation_rules.__path__ for p in sorted(Path(folder).glob("*.py"))]
+    lines = sum(len(p.read_text().splitlines()) for p in files if not p.name.startswith("__"))
+    ours = [n for n in entries() if n.startswith("aten.")]
+    return Coverage(by_kind, by_entry, len(ours), lines)

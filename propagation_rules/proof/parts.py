@@ -1,0 +1,142 @@
+"""Cutting a full tensor into the local parts of a layout, putting parts together again, and comparing.
+
+This is the specification of layouts that rules are held to, written without the engine's redistribution: what a
+shard is follows from `Spec.intervals_of`, what a pending reduction is from `dtensor.reductions`. Parts are made so
+that a wrong claim about them shows:
+
+    P(sum), P(avg)    uneven summands of mixed signs, every position another
+    P(max), P(min)    for every element another position holds it, the others lie far off, often on the other side of 0
+
+Summands are multiples of 1/4 (times a power of two that suits the tensor), so that sums are exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dtensor.placement import Partial, Replicate
+from dtensor.reductions import reduce_tensors
+from dtensor.spec import Spec
+
+__all__ = ["assemble", "coords_of", "differs", "part_of", "pending_ops"]
+
+
+def coords_of(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """The coords of a mesh of `shape`, in the order of the ranks."""
+    return list(itertools.product(*(range(k) for k in shape)))
+
+
+def pending_ops(dtype: torch.dtype) -> tuple[str, ...]:
+    """The reductions that a tensor of `dtype` is tried in: those under which any tensor can be split."""
+    if dtype.is_complex:
+        return ("sum", "avg")
+    if dtype.is_floating_point:
+        return ("sum", "avg", "max", "min")
+    return ("sum", "max", "min") if dtype in (torch.int64, torch.int32, torch.int16) else ()
+
+
+# ------------------------------------------------------------ cutting
+def part_of(full: torch.Tensor, spec: Spec, seed: int = 0, coord: Sequence[int] | None = None) -> torch.Tensor:
+    """The local tensor of `full` in layout `spec` on the rank at `coord` (default: this rank)."""
+    coord = spec.mesh.coord if coord is None else coord
+    if coord is None:
+        return full.new_empty(spec.local_shape)
+    part = full
+    for axis, (p, k, r) in enumerate(zip(spec.placements, spec.mesh.shape, coord, strict=True)):
+        if isinstance(p, Partial):
+            apart = sum(c for c, q in zip(coord[:axis], spec.placements, strict=False) if not isinstance(q, Replicate))
+            part = _pending_part(part, p.reduce_op, k, r, seed * 31 + axis * 7 + apart)
+    for d, runs in enumerate(spec.intervals_of(coord)):
+        if runs != ((0, full.shape[d]),):
+            index = torch.tensor([i for s, n in runs for i in range(s, s + n)], dtype=torch.int64)
+            part = part.index_select(d, index)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _pending_part(t: torch.Tensor, op: str, k: int, r: int, seed: int) -> torch.Tensor:
+    """What position `r` of `k` holds of `t`, pending in `op`. Raises ValueError where there is no way to split."""
+    g = torch.Generator().manual_seed(seed)
+    noise = [_noise(t, g) for _ in range(k)]
+    if op in ("sum", "avg"):
+        whole = t * k if op == "avg" else t
+        return noise[r] if r else whole - sum(noise[1:], torch.zeros_like(t))
+    if op in ("max", "min"):
+        winner = (torch.arange(max(t.numel(), 1))[: t.numel()].reshape(t.shape) + seed) % k
+        off = noise[r].abs() + 1
+        if t.is_floating_point():  # NaN, and the infinity that wins, lie on one position only
+            low = -math.inf if op == "max" else 0.0
+            t, mine = t.nan_to_num(0.0, math.inf if op == "min" else 0.0, low), t
+        else:
+            mine = t
+        return torch.where(winner == r, mine, t - off if op == "max" else t + off)
+    if op == "product":
+        factors = [torch.where(n > 0, 2.0, -0.5).to(t.dtype) for n in noise]
+        return factors[r] if r else t / math.prod(factors[1:], start=torch.ones_like(t))
+    raise ValueError(f"no way to split for a pending {op}")
+
+
+def _noise(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Small exact numbers of mixed signs, as large as the elements of `t`, of its dtype."""
+    if not (t.is_floating_point() or t.is_complex()):
+        return torch.randint(-3, 4, t.shape, generator=g).to(t.dtype)
+    size = t.abs().double().nan_to_num(0.0, 0.0, 0.0).mean().item() if t.numel() else 1.0
+    unit = 2.0 ** max(math.ceil(math.log2(size)), 0) / 4 if 0 < size < 1e30 else 0.25
+    noise = torch.randint(-12, 13, t.shape, generator=g) * unit
+    if t.is_complex():
+        return torch.complex(noise.float(), (torch.randint(-12, 13, t.shape, generator=g) * unit).float()).to(t.dtype)
+    return noise.to(t.dtype)
+
+
+# ------------------------------------------------------------ putting together
+def assemble(spec: Spec, parts: Sequence[torch.Tensor]) -> torch.Tensor | str:
+    """The global tensor that `parts`, one a rank of the mesh in order, make in layout `spec`; or what is wrong.
+
+    Shapes, dtypes and the agreement of replicas are checked.
+    """
+    shape = spec.mesh.shape
+    held = dict(zip(coords_of(shape), parts, strict=True))
+    for coord, part in held.items():
+        want = spec.local_shape_of(coord)
+        if part.shape != want:
+            return f"local shape {list(part.shape)} at {coord}, not {list(want)}, for {spec}"
+        if part.dtype != spec.dtype:
+            return f"local dtype {part.dtype} at {coord}, not {spec.dtype}"
+    for axis, p in enumerate(spec.placements):
+        if isinstance(p, (Replicate, Partial)):
+            for coord in [c for c in held if c[axis] == 0]:
+                line = [held.pop((*coord[:axis], r, *coord[axis + 1 :])) for r in range(shape[axis])]
+                if isinstance(p, Partial):
+                    held[coord] = reduce_tensors(line, p.reduce_op)
+                else:
+                    for r, other in enumerate(line[1:], 1):
+                        bad = differs(other, line[0], 1e-6, 1e-6)
+                        if bad:
+                            return f"replicas disagree, position {r} of axis {axis} has {bad}"
+                    held[coord] = line[0]
+    full = parts[0].new_empty(spec.shape)
+    for coord, part in held.items():
+        place = [
+            torch.tensor([i for s, n in runs for i in range(s, s + n)], dtype=torch.int64)
+            for runs in spec.intervals_of(coord)
+        ]
+        if part.numel():
+            full[torch.meshgrid(*place, indexing="ij") if place else ()] = part
+    return full
+
+
+# ------------------------------------------------------------ comparing
+def differs(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float) -> str:
+    """What differs, or ''. Shape and dtype count; NaN equals NaN."""
+    if got.shape != want.shape:
+        return f"shape {list(got.shape)}, not {list(want.shape)}"
+    if got.dtype != want.dtype:
+        return f"dtype {got.dtype}, not {want.dtype}"
+    if want.is_floating_point() or want.is_complex():
+        same = torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+    else:
+        same = torch.equal(got, want)
+    return "" if same else f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
