@@ -14,6 +14,7 @@ meshes, and plain ones, may stand in one list.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,9 +89,33 @@ def _settle(owners: Sequence[DTensor]) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         settle_gradients(group["params"])
+    if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in optimizer._params):
+        vars(optimizer).update(_gather_flat_grad=partial(_as_vector, optimizer), _add_grad=partial(_along, optimizer))
 
 
 register_optimizer_step_pre_hook(_before_step)
+
+
+# ------------------------------------------------------------ optimizers of one long vector
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as real numbers in one dim, replicated."""
+    if isinstance(t, DTensor):
+        t = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+    return (torch.view_as_real(t) if t.is_complex() else t).reshape(-1)
+
+
+def _as_vector(optimizer: torch.optim.LBFGS) -> torch.Tensor:
+    """All gradients in one vector. LBFGS itself takes views of them, which shards do not have."""
+    return torch.cat([_whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in optimizer._params])
+
+
+def _along(optimizer: torch.optim.LBFGS, length: float, direction: torch.Tensor) -> None:
+    """Move the parameters: every one by its part of the direction, which is cut like the parameter."""
+    at = 0
+    for p in optimizer._params:
+        real = torch.view_as_real(p) if p.is_complex() else p
+        real.add_(direction[at : at + real.numel()].reshape(real.shape), alpha=length)
+        at += real.numel()
 
 
 # ------------------------------------------------------------ fused steps

@@ -70,6 +70,78 @@ def test_steps_follow_one_process(
     simulate(4)(run)
 
 
+RARE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "rprop": lambda p, **kw: torch.optim.Rprop(p, lr=0.01, **kw),
+    "rmsprop": lambda p, **kw: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5, **kw),
+    "nadam": lambda p, **kw: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, **kw),
+    "radam": lambda p, **kw: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, **kw),
+    "asgd": lambda p, **kw: torch.optim.ASGD(p, lr=0.01, t0=1, weight_decay=0.1, **kw),
+    "adadelta": lambda p, **kw: torch.optim.Adadelta(p, lr=0.1, weight_decay=0.1, **kw),
+    "adamax": lambda p, **kw: torch.optim.Adamax(p, lr=0.01, weight_decay=0.1, **kw),
+    "adafactor": lambda p, **kw: torch.optim.Adafactor(p, lr=0.01, weight_decay=0.1, **kw),
+}
+
+
+@pytest.mark.parametrize(("form", "layout"), [("loop", LAYOUTS[4]), ("foreach", LAYOUTS[0]), ("foreach", LAYOUTS[1])])
+@pytest.mark.parametrize("name", RARE)
+def test_rare_optimizers(
+    name: str, form: str, layout: tuple[tuple[int, ...], tuple[Placement, ...], tuple[Placement, ...]]
+) -> None:
+    want = [nn.Parameter(p) for p in _params(0)]
+    _steps(want, RARE[name](want, **FORMS[form]), lambda g: g)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", layout[0])
+        params = [nn.Parameter(make(p, mesh, layout[1])) for p in _params(0)]
+        _steps(params, RARE[name](params, **FORMS[form]), lambda g: make(g, mesh, layout[2]))
+        for p, w in zip(params, want, strict=True):
+            torch.testing.assert_close(p.full_tensor(), w.data, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_on_uneven_shards(search: str | None) -> None:
+    def descend(params: list[Any]) -> None:
+        optimizer = torch.optim.LBFGS(params, lr=0.1, max_iter=3, line_search_fn=search)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum(((p - 1) ** 2).sum() for p in params)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    want = [nn.Parameter(p) for p in _params(0)]
+    descend(want)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = [nn.Parameter(make(p, mesh, [Shard(0), Shard(0)])) for p in _params(0)]
+        descend(params)
+        for p, w in zip(params, want, strict=True):
+            torch.testing.assert_close(p.full_tensor(), w.data, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+def test_muon_within_its_rounding() -> None:
+    """It makes updates orthogonal in bfloat16, where sums over shards round otherwise."""
+    want = [nn.Parameter(p) for p in _params(0)]
+    _steps(want, torch.optim.Muon(want, lr=0.01), lambda g: g)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = [nn.Parameter(make(p, mesh, [Shard(0), Shard(1)])) for p in _params(0)]
+        _steps(params, torch.optim.Muon(params, lr=0.01), lambda g: make(g, mesh, [Shard(0), Shard(1)]))
+        for p, w in zip(params, want, strict=True):
+            torch.testing.assert_close(p.full_tensor(), w.data, rtol=0, atol=2e-3)
+
+    simulate(4)(run)
+
+
 def _sent(f: Callable[[], object]) -> list[str]:
     kinds: list[str] = []
     watch = lambda kind, ranks, elements, itemsize: kinds.append(kind)  # noqa: E731
