@@ -107,7 +107,7 @@ def test_lbfgs_on_uneven_shards(search: str | None) -> None:
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = sum(((p - 1) ** 2).sum() for p in params)
+            loss = sum(((p - 1) ** 4).sum() for p in params)
             loss.backward()
             return loss
 
@@ -122,7 +122,7 @@ def test_lbfgs_on_uneven_shards(search: str | None) -> None:
         params = [nn.Parameter(make(p, mesh, [Shard(0), Shard(0)])) for p in _params(0)]
         descend(params)
         for p, w in zip(params, want, strict=True):
-            torch.testing.assert_close(p.full_tensor(), w.data, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(p.full_tensor(), w.data, rtol=1e-3, atol=1e-4)
 
     simulate(4)(run)
 
