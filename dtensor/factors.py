@@ -48,8 +48,8 @@ __all__ = [
 Dims = tuple[tuple[int, ...], ...]
 """Per tensor dim its factors, major to minor; () for a dim of size 1 that carries none."""
 
-Want = Placement | int
-"""What a choice asks of a tensor: a placement, or the number of the factor to cut it on."""
+Want = Placement | int | None
+"""What a choice asks of a tensor: a placement, the number of the factor to cut it on, or None: to stay as it is."""
 
 ANY = "*"
 R = Replicate()
@@ -164,6 +164,7 @@ class Rule:
         local: the local part of strategies without a kernel where it is not the op itself, e.g. the mean of a
             shard, which is its sum divided by the global count.
         rows: complete strategies given as placements (outputs, inputs), for rules written as tables.
+        stays: inputs that no strategy moves, as the local part copes with any layout of theirs.
     """
 
     inputs: tuple[Dims, ...]
@@ -179,6 +180,7 @@ class Rule:
     bind: Bind | None = None
     local: LocalPart | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
+    stays: frozenset[int] = frozenset()
 
     def choices(self, pending: Iterable[str], splits: Iterable[tuple[int, int]] = ()) -> tuple[Choice, ...]:
         """The strategies of one axis, in a fixed order.
@@ -202,7 +204,10 @@ class Rule:
             out += [self._cut(f, kernel) for f in sorted(kernel.factors)]
         out += [Choice(f"row {i}", ins, outs) for i, (outs, ins) in enumerate(self.rows)]
         out.append(Choice("R", (R,) * len(self.inputs), (R,) * len(self.outputs)))
-        return tuple(out)
+        return tuple(map(self._staying, out)) if self.stays else tuple(out)
+
+    def _staying(self, choice: Choice) -> Choice:
+        return replace(choice, inputs=tuple(None if i in self.stays else w for i, w in enumerate(choice.inputs)))
 
     def _cut(self, f: int, kernel: Kernel | None) -> Choice:
         reduced = Partial(self.reduce.get(f, "sum"))

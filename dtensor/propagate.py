@@ -134,7 +134,7 @@ def _search(
             continue
         k = mesh.shape[axis]
         for choice in choices:
-            grown = _extend(rule, prefix, choice, k)
+            grown = _extend(rule, prefix, choice, k, inputs)
             if grown is None or not _legal(grown, inputs, axis, keep):
                 continue
             extra, moves = _step_cost(model, inputs, sizes, grown, axis, mesh, choice)
@@ -153,11 +153,11 @@ def _unmoved(
             if choice.kernel is not None and choice.kernel.collectives:
                 continue
             if not all(
-                _want(prefix.state, dims, w, choice.split) is s.placements[axis]
+                _want(prefix.state, dims, w, choice.split, s.placements[axis]) is s.placements[axis]
                 for dims, w, s in zip(rule.inputs, choice.inputs, inputs, strict=True)
             ):
                 continue
-            grown = _extend(rule, prefix, choice, k)
+            grown = _extend(rule, prefix, choice, k, inputs)
             if grown is not None and _legal(grown, inputs, axis, keep):
                 prefix = grown
                 break
@@ -177,7 +177,7 @@ def _rounds(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | None:
+def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int, inputs: Sequence[Spec]) -> _Prefix | None:
     """The prefix with `choice` on the next axis, of size `k`; None where it is not legal."""
     if choice.kernel is not None:
         for c in prefix.choices:
@@ -189,9 +189,10 @@ def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | No
         if cut is None:
             return None
         state = cut
+    axis = len(prefix.choices)
     ins = tuple(
-        (*done, _want(prefix.state, dims, w, choice.split))
-        for done, dims, w in zip(prefix.ins, rule.inputs, choice.inputs, strict=True)
+        (*done, _want(prefix.state, dims, w, choice.split, s.placements[axis]))
+        for done, dims, w, s in zip(prefix.ins, rule.inputs, choice.inputs, inputs, strict=True)
     )
     outs = tuple(
         (*done, _want(prefix.state, dims, w, choice.split))
@@ -202,8 +203,13 @@ def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int) -> _Prefix | No
     return _Prefix((*prefix.choices, choice), ins, outs, state)
 
 
-def _want(state: State, dims: tuple[tuple[int, ...], ...], want: Want, split: int) -> Placement:
-    return state.placement(dims, want, split) if isinstance(want, int) else want
+def _want(
+    state: State, dims: tuple[tuple[int, ...], ...], want: Want, split: int, given: Placement | None = None
+) -> Placement:
+    """What `want` means after the axes chosen so far; `given` is what the tensor has on this axis."""
+    if isinstance(want, int):
+        return state.placement(dims, want, split)
+    return want or given or Replicate()
 
 
 def _one_reduction(placements: Sequence[Placement]) -> bool:

@@ -1,11 +1,13 @@
 """Batch normalisation.
 
-    evaluating    n c s ..., c, c, c, c -> n c s ..., c, c        everything is free
+    evaluating    n c s ..., c, c, c, c -> n c s ..., 0, 0        everything is free
     training      the batch is whole, with a kernel that gathers count, mean and squared deviations of every channel,
                   so that the statistics are those of the whole batch
 
-Running statistics are written although the schema does not say so. They must stay where they are: a call whose
-strategy would have to move them is refused.
+Running statistics are written although the schema of `native_batch_norm` does not say so. They stay where they are,
+in any layout: the new statistics are brought to them, one number a channel.
+
+    running_mean {P}        m' = (1 - momentum) m + momentum * (the first position's: the new mean; the others': 0)
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from dataclasses import replace
 import torch
 
 from dtensor.errors import LayoutError, explain_error
-from dtensor.factors import Bind, Dims, Kernel, Rule, linear
+from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
+from dtensor.placement import Partial, Replicate
 from dtensor.registry import Call, register
+from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 from propagation_rules.dtypes import accumulation_dtype
 from propagation_rules.empty_shards import is_empty_shard, zeros_of
 from propagation_rules.gathered import output_spec
+from propagation_rules.labelled import share_of
 from propagation_rules.variance import combined_moments
 
 RUNNING = ("running_mean", "running_var")
@@ -41,47 +46,47 @@ def _rule(call: Call, outputs: Sequence[bool], training: bool, kernel: Kernel) -
     c = 1
     every: Dims = tuple((d,) for d in range(x.ndim))
     batch = frozenset(d for d in range(x.ndim) if d != c)
-    written = [call.inputs[i] for i in map(call.index, RUNNING) if i is not None] if training else []
-    fixed = frozenset({c}) if written and not all(s.is_sharded_on(0) for s in written) else frozenset()
+
+    def dims(name: str, s: Spec) -> Dims:
+        return every if name in ("input", "grad_out") else ((c,),) if s.shape[0] == x.shape[c] else ((),)
+
     return Rule(
-        tuple(every if name in ("input", "grad_out") else ((c,),) for name in call.names),
+        tuple(dims(name, s) for name, s in zip(call.names, call.inputs, strict=True)),
         tuple(() if m is None else every if like else ((c,),) for like, m in zip(outputs, call.outputs, strict=True)),
         tuple(x.shape),
-        (batch if training else frozenset()) | fixed,
+        batch if training else frozenset(),
         # Half-precision statistics have a dtype that torch's shape function does not know; an empty shard has none.
         nonempty=frozenset({c}) if x.dtype.itemsize < 4 else frozenset(),
         kernels=(replace(kernel, factors=batch),) if training else (),
+        stays=frozenset(i for i, s in enumerate(call.inputs) if s.numel == 0 and s.ndim == 1),
     )
 
 
 def batch_norm(call: Call) -> Rule:
-    """Output, and the statistics that backward needs."""
-    training = bool(call["training"])
+    """Output, and the statistics that backward needs, which are empty when nothing is trained."""
     kernel = Kernel("batch_norm", frozenset(), ("shard", "replicate", "replicate"), _run)
-    return replace(_rule(call, (True, False, False), training, kernel), bind=_keep_running(call, training))
+    training = bool(call["training"])
+    rule = _rule(call, (True, False, False), training, kernel)
+    if not training:
+        return replace(rule, outputs=(rule.outputs[0], ((),), ((),)), nonempty=frozenset({1}))
+    written = frozenset(i for i in map(call.index, RUNNING) if i is not None)
+    for i in written:
+        if any(isinstance(p, Partial) and p.reduce_op not in ("sum", "avg") for p in call.inputs[i].placements):
+            raise LayoutError(
+                explain_error(
+                    str(call.op), f"{call.names[i]}: {call.inputs[i]}", "only pending sums and averages can be updated",
+                    "redistribute the running statistics to Replicate() first",
+                )
+            )  # fmt: skip
 
+    def local(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[[KernelContext], object] | None:
+        aligned = all(outs[1] is not None and ins[i].placements == outs[1].placements for i in written)
+        return None if aligned else _run
 
-def _keep_running(call: Call, training: bool) -> Bind:
-    """Refuses to move running statistics; when evaluating, gives saved statistics the shape the schema promises."""
-    op = call.op
-
-    def evaluate(*args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
-        y, mean, rstd = op(*args, **kwargs)
-        empty = y.new_zeros(y.shape[1], dtype=mean.dtype)
-        return y, mean if mean.numel() else empty, rstd if rstd.numel() else empty.clone()
-
-    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
-        for given, wanted, name in zip(call.inputs, ins, call.names, strict=True):
-            if training and name in RUNNING and given is not wanted:
-                raise LayoutError(
-                    explain_error(
-                        str(op), f"{name}: {given}", f"it is written to, and would have to move to {wanted} first",
-                        "keep running statistics replicated, or sharded like the channels of the input",
-                    )
-                )  # fmt: skip
-        return zeros_of(outs) if is_empty_shard(ins[0]) else None if training else evaluate
-
-    return bind
+    return replace(
+        rule, stays=rule.stays | written, local=local,
+        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[0]) else None,
+    )  # fmt: skip
 
 
 def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,13 +94,11 @@ def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n = x.ndim
     count, mean, squares = combined_moments(ctx, x, tuple(d for d in range(n) if d != 1))
     variance = squares / count
-    momentum, eps = ctx.arguments["momentum"], ctx.arguments["eps"]
-    assert isinstance(momentum, float) and isinstance(eps, float)
+    eps = ctx.arguments["eps"]
+    assert isinstance(eps, float)
     unbiased = squares / (count - 1)
     for name, new in zip(RUNNING, (mean, unbiased), strict=True):
-        running = ctx.optional(name)
-        if running is not None:
-            running.lerp_(new.reshape(-1).to(running.dtype), momentum)
+        _update(ctx, name, new.reshape(-1))
     rstd = (variance + eps).rsqrt()
     y = (x.to(mean.dtype) - mean) * rstd
     weight, bias = ctx.optional("weight"), ctx.optional("bias")
@@ -103,6 +106,22 @@ def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y = y if bias is None else y + _channels(bias, n)
     saved = output_spec(ctx, 1)
     return y.to(spec.dtype), mean.reshape(-1).to(saved.dtype), rstd.reshape(-1).to(saved.dtype)
+
+
+def _update(ctx: KernelContext, name: str, new: torch.Tensor) -> None:
+    """Move a running statistic, in whatever layout it is, towards the new one, laid out like the channels."""
+    running, at = ctx.optional(name), ctx.call.index(name)
+    if running is None or at is None:
+        return
+    momentum, given, made = ctx.arguments["momentum"], ctx.in_specs[at], output_spec(ctx, 1)
+    assert isinstance(momentum, float)
+    settled = tuple(Replicate() if isinstance(p, Partial) else p for p in given.placements)
+    new = redistribute_local(new.to(running.dtype), _of_dtype(made, given), given.with_placements(settled))
+    running.mul_(1 - momentum).add_(new * (share_of(1.0, given) * momentum))
+
+
+def _of_dtype(spec: Spec, like: Spec) -> Spec:
+    return Spec.make(spec.mesh, spec.placements, spec.shape, spec.stride, like.dtype)
 
 
 def batch_norm_backward(call: Call) -> Rule:
