@@ -36,12 +36,13 @@ from propagation_rules.exchange_plan import (
     backwards,
     busiest,
     cutting,
+    divides,
     places,
     places_of,
     plan,
 )
 
-__all__ = ["Places", "Run", "backwards", "busiest", "cutting", "exchange", "places", "places_of"]
+__all__ = ["Places", "Run", "backwards", "busiest", "cutting", "divides", "exchange", "places", "places_of"]
 
 
 # ------------------------------------------------------------ doing it
@@ -59,7 +60,7 @@ def _every(x: torch.Tensor, dim: int, start: int, step: int, length: int) -> tor
 
 def exchange(
     mesh: DeviceMesh, axes: Sequence[int], dim: int, sources: Sequence[torch.Tensor], runs: Sequence[Run],
-    ins: Sequence[Places], outs: Sequence[Places], *, strides: Sequence[Sequence[int]] = (), fill: object = 0,
+    ins: Sequence[Places], outs: Sequence[Places], *, strides: Sequence[Sequence[int]] = (), fill: bool | float | complex = 0,
     into: Sequence[torch.Tensor] = (), adds: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """This rank's parts of the targets; at most one all-to-all over `axes`, which all their ranks must call alike.
@@ -116,7 +117,7 @@ def _write(target: torch.Tensor, dim: int, piece: Piece, data: torch.Tensor, add
     if piece.step < 0:
         data = data.flip(dim)
     if piece.stride == 0:
-        data = data.sum(dim, keepdim=True, dtype=data.dtype)
+        data = data.sum(dim, keepdim=True, dtype=data.dtype) if piece.step else data * piece.length
         place = target.narrow(dim, piece.out, 1)
     elif piece.stride > 0:
         place = _every(target, dim, piece.out, piece.stride, piece.length)

@@ -10,6 +10,7 @@ other, each element once: its blocks are the union of what the pieces read, and 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +18,20 @@ from typing import NamedTuple
 from dtensor.placement import Shard, StridedShard
 from dtensor.spec import Interval, Spec, dim_intervals
 
-__all__ = ["Block", "Piece", "Places", "Plan", "Run", "backwards", "busiest", "cutting", "places", "places_of", "plan"]
+__all__ = [
+    "Block",
+    "Piece",
+    "Places",
+    "Plan",
+    "Run",
+    "backwards",
+    "busiest",
+    "cutting",
+    "divides",
+    "places",
+    "places_of",
+    "plan",
+]
 
 Places = tuple[tuple[Interval, ...], ...]
 """Per position of the axes that cut a dim, the intervals it holds."""
@@ -53,6 +67,11 @@ def backwards(runs: Sequence[Run]) -> tuple[Run, ...]:
 def cutting(spec: Spec, dim: int) -> tuple[int, ...]:
     """The mesh axes that cut `dim`."""
     return tuple(a for a, p in enumerate(spec.placements) if isinstance(p, (Shard, StridedShard)) and p.dim == dim)
+
+
+def divides(spec: Spec, dim: int, parts: int = 1) -> bool:
+    """True when the axes that cut `dim` cut each of `parts` equal parts of it evenly."""
+    return spec.shape[dim] % (parts * math.prod(spec.mesh.shape[a] for a in cutting(spec, dim))) == 0
 
 
 def places(spec: Spec, dim: int) -> Places:

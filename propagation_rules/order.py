@@ -1,11 +1,25 @@
-"""Sorting and order statistics: the dim they work along is whole, all others are free."""
+"""Sorting and order statistics: the dim they work along is whole, all others are free.
+
+The largest k of a dim that is cut are among the largest k of each part, so each rank sends those, with their global
+indices, and all choose from them alike:
+
+    rank 0 holds 5 1 9, rank 1 holds 7 8 2      largest 2: 9@2 5@0 and 8@4 7@3, of which 9@2 8@4
+
+So does the k-th smallest, for a k near either end. NaN counts as the largest, as torch has it; of equal values any
+may be the one whose index is given. A full sort, a median or a mode moves the shard to another dim.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from dtensor.factors import Dims, Rule
+import torch
+
+from dtensor.factors import Dims, Kernel, Rule
+from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
+from propagation_rules.exchange import cutting, places
+from propagation_rules.gathered import as_bits, from_bits, output_spec
 from propagation_rules.reduce import reduced_rule
 
 __all__ = ["along"]
@@ -23,11 +37,60 @@ def along(call: Call) -> Rule:
     return Rule((dims,), tuple(out for _ in call.outputs), (*x.shape, size), frozenset({d, x.ndim}))
 
 
+def topk(call: Call) -> Rule:
+    """The parts' candidates are compared."""
+    return _comparing(call, along(call), int(call["k"]))
+
+
 def reduced_along(call: Call) -> Rule:
     """One dim is reduced by an op that must see all of it."""
     rule = reduced_rule(call)
     return replace(rule, whole=frozenset({call.dim()}))
 
 
-register("aten.sort aten.topk", along)
-register("aten.kthvalue aten.median.dim aten.mode aten.nanmedian.dim", reduced_along)
+def kthvalue(call: Call) -> Rule:
+    """As the last of the `k` smallest, or of the `n - k + 1` largest."""
+    return _comparing(call, reduced_along(call), _nearest(call)[0])
+
+
+def _nearest(call: Call) -> tuple[int, bool]:
+    """How many candidates, and whether of the largest."""
+    k, n = int(call["k"]), call.inputs[0].shape[call.dim()] if call.inputs[0].ndim else 1
+    return min((k, False), (n - k + 1, True))
+
+
+def _comparing(call: Call, rule: Rule, count: int) -> Rule:
+    x, d = call.inputs[0], call.dim()
+    if not x.ndim:
+        return rule
+    rows = x.local_numel_bound // max(x.local_shape_of([0] * x.mesh.ndim)[d], 1)
+    sent = 2 * count * rows * torch.int64.itemsize // x.dtype.itemsize
+    kernel = Kernel("candidates", frozenset({d}), ("replicate", "replicate"), _run, sent, 1, "all_gather")
+    return replace(rule, kernels=(kernel,))
+
+
+def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
+    x, spec, d, out = ctx.inputs[0], ctx.in_specs[0], ctx.call.dim(), output_spec(ctx)
+    if "largest" in ctx.call.arguments:
+        count, largest = int(ctx.call["k"]), bool(ctx.call["largest"])
+    else:
+        count, largest = _nearest(ctx.call)
+    best, at = x.topk(min(count, x.shape[d]), d, largest)
+    sent = torch.stack((as_bits(best), ctx.indices(0, d, x.device)[at]))
+    axes = cutting(spec, d)
+    comm = spec.mesh.comm(axes[0] if len(axes) == 1 else axes)
+    sizes = [min(count, sum(n for _, n in runs)) for runs in places(spec, d)]
+    values, indices = torch.cat(
+        comm.all_gather(sent, [(*sent.shape[: d + 1], n, *sent.shape[d + 2 :]) for n in sizes]), d + 1
+    )
+    value, at = from_bits(values, x.dtype).topk(count, d, largest)
+    index = indices.gather(d, at)
+    if "largest" not in ctx.call.arguments:
+        value, index = value.narrow(d, count - 1, 1), index.narrow(d, count - 1, 1)
+    return value.reshape(out.local_shape), index.reshape(out.local_shape)
+
+
+register("aten.sort", along)
+register("aten.topk", topk)
+register("aten.kthvalue", kthvalue)
+register("aten.median.dim aten.mode aten.nanmedian.dim", reduced_along)

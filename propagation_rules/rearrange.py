@@ -1,79 +1,148 @@
-"""Elements in another order, with padding, or repeated: dims that are rearranged stay whole, the others are free.
+"""Elements in another order, with padding, or repeated: a kernel rearranges dims that are cut, the others are free.
 
-    flip(dims=1)       a [b] -> a [b]
-    pad of dim 1       a [b] -> a [b']
+    flip(dims=1)       a [b] -> a [b]                   [b] cut: the parts are exchanged, see `exchange`
+    pad of dim 1       a [b] -> a [b']                  the same
     repeat(2, 1)       a b -> (copies a) b              a may be cut: its copies are cut alike
     pixel_shuffle      b (c r s) h w -> b c (h r) (w s)
+
+All of these only move elements, so pending reductions pass; the backward of an edge pad adds some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from dtensor.factors import Rule, linear, passes
+import torch
+
+from dtensor.factors import Rule, linear
+from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.labelled import Labels, but, every_dim, labelled, shares_value
+from propagation_rules.exchange import Run, backwards, cutting, divides, exchange, places
+from propagation_rules.exchange_rules import MOVES, exchanging, rearranged, traffic
+from propagation_rules.gathered import output_spec
+from propagation_rules.labelled import Labels, every_dim, labelled, shares_value
 
-MOVES = (passes(0),)
+
+def _reversed(call: Call, *dims: int) -> dict[int, tuple[Run, ...]]:
+    n = call.inputs[0].ndim
+    return {d % n: (Run(0, call.inputs[0].shape[d] - 1, call.inputs[0].shape[d], -1),) for d in dims} if n else {}
 
 
 def flip(call: Call) -> Rule:
-    """The flipped dims stay whole."""
-    n = call.inputs[0].ndim
-    kept = but(n, *(d % n for d in call["dims"])) if n else []
-    return labelled(call, [kept], [kept], linear=MOVES)
-
-
-def roll(call: Call) -> Rule:
-    """The rolled dims stay whole; without dims the flattened tensor is rolled, so all do."""
-    n = call.inputs[0].ndim
-    kept = but(n, *(d % n for d in call["dims"] or range(n))) if n else []
-    return labelled(call, [kept], [kept], linear=MOVES)
+    """The flipped dims run backwards."""
+    return rearranged(call, _reversed(call, *call["dims"]))
 
 
 def rot90(call: Call) -> Rule:
-    """The plane that turns stays whole."""
-    n = call.inputs[0].ndim
-    kept = but(n, *(d % n for d in call["dims"]))
-    return labelled(call, [kept], [kept], linear=MOVES)
+    """Two dims are flipped, or one and then they change places."""
+    a, b = (d % call.inputs[0].ndim for d in call["dims"])
+    turns = int(call["k"]) % 4
+    runs = _reversed(call, *((), (b,), (a, b), (a,))[turns])
+    return rearranged(call, runs, swap=(a, b) if turns % 2 else None)
 
 
+def roll(call: Call) -> Rule:
+    """The rolled dims go round; without dims the flattened tensor does, which is one of dim 0 cut or of none."""
+    x, shifts = call.inputs[0], call["shifts"]
+    if not call["dims"] and x.ndim > 1:
+        free = every_dim(x.ndim)
+        runs = _round(x.numel, shifts[0])
+        kernels = exchanging(call, [0], [traffic(call, 0, _round(x.shape[0], 1), x.shape[:1], x.shape[:1])], _roll_flat)
+        return labelled(call, [free], [free], whole=free, linear=MOVES, kernels=kernels if runs else ())
+    moved: dict[int, int] = {}
+    for d, by in zip(call["dims"] or range(x.ndim), shifts, strict=True) if x.ndim else ():
+        moved[d % x.ndim] = moved.get(d % x.ndim, 0) + by
+    return rearranged(call, {d: _round(x.shape[d], by) for d, by in moved.items()})
+
+
+def _round(n: int, by: int) -> tuple[Run, ...]:
+    """A dim of `n` that goes round `by` places."""
+    s = by % n if n else 0
+    return (Run(s, 0, n - s), Run(0, n - s, s))
+
+
+def _roll_flat(ctx: KernelContext) -> torch.Tensor:
+    """Dim 0 is cut: the parts are runs of the flattened tensor."""
+    x, spec, n = ctx.inputs[0], ctx.in_specs[0], ctx.in_specs[0].numel
+    row = n // max(spec.shape[0], 1)
+    held = [tuple(tuple((a * row, m * row) for a, m in runs) for runs in places(spec, 0))]
+    by = ctx.call["shifts"][0]
+    (out,) = exchange(spec.mesh, cutting(spec, 0), 0, [x.reshape(-1)], _round(n, by), held, held)
+    return out.view(x.shape)
+
+
+# ------------------------------------------------------------ padding
 def pad(call: Call) -> Rule:
-    """Padded dims stay whole; the padding is shared out among pending parts."""
-    n, given = call.inputs[0].ndim, call["pad"]
-    padded = [n - 1 - i for i in range(len(given) // 2) if given[2 * i] or given[2 * i + 1]]
-    kept = but(n, *padded)
-    return shares_value(call, labelled(call, [kept], [kept]), "value")
+    """Padded dims get a number at their ends, or lose some; the number is shared out among pending parts."""
+    return shares_value(call, rearranged(call, _padded(call, "pad", "constant"), fill="value", linear=()), "value")
 
 
+def edge_pad(call: Call) -> Rule:
+    """Reflection and replication: the ends are elements of the dim."""
+    return rearranged(call, _padded(call, "padding", _kind(call)), filled=True)
+
+
+def edge_pad_backward(call: Call) -> Rule:
+    """Gradients of what was read twice add up; of the input only the shape counts."""
+    runs = {d: backwards(r) for d, r in _padded(call, "padding", _kind(call), of=1).items()}
+    return rearranged(call, runs, adds=True, filled=True, linear=(linear(0),))
+
+
+def _kind(call: Call) -> str:
+    return str(call.op._schema.name).rpartition("::")[2].partition("_")[0]
+
+
+def _padded(call: Call, name: str, kind: str, of: int = 0) -> dict[int, tuple[Run, ...]]:
+    """Runs of the padded dims, given last dim first; `of` is the input that has the sizes before padding."""
+    shape, given = call.inputs[of].shape, call[name]
+    runs = dict[int, tuple[Run, ...]]()
+    for i in range(len(given) // 2):
+        (left, right), d = given[2 * i : 2 * i + 2], len(shape) - 1 - i
+        if left or right:
+            n, cut = shape[d], max(-left, 0)
+            runs[d] = (Run(max(left, 0), cut, max(n - cut - max(-right, 0), 0)),)
+            if kind != "constant":
+                ends = ((left, -1), (n - 2, -1)) if kind == "reflection" else ((0, 0), (n - 1, 0))
+                runs[d] += (Run(0, ends[0][0], max(left, 0), ends[0][1]),)
+                runs[d] += (Run(left + n, ends[1][0], max(right, 0), ends[1][1]),)
+    return runs
+
+
+# ------------------------------------------------------------ copies
 def repeat(call: Call) -> Rule:
-    """By hand: a repeated dim is (copies, part), of which the part may be cut; new dims are nobody's."""
-    shape, times = call.inputs[0].shape, call["repeats"]
-    new = len(times) - len(shape)
+    """By hand: a repeated dim is (copies, part), of which the part may be cut; new dims are nobody's.
+
+    Where the part does not divide by the axes that cut it, a kernel makes a plain shard.
+    """
+    x, times = call.inputs[0], call["repeats"]
+    shape, new = x.shape, len(times) - x.ndim
     count = {d: int(times[new + d]) for d in range(len(shape))}
-    ins = [(("part", d),) if count[d] else None for d in range(len(shape))]
+    moved = [d for d, c in count.items() if c > 1 and not divides(x, d)]
+    ins = [d if d in moved else (("part", d),) if count[d] else None for d in range(len(shape))]
     outs = [
-        None if d < new or not times[d] else (("part", d - new),) if times[d] == 1
+        None if d < new or not times[d] else d - new if d - new in moved else (("part", d - new),) if times[d] == 1
         else (("times", d - new), ("part", d - new))
         for d in range(len(times))
     ]  # fmt: skip
     sizes: dict[Hashable, int] = {("part", d): n for d, n in enumerate(shape)}
     sizes |= {("times", d): n for d, n in count.items()}
-    return labelled(call, [ins], [outs], sizes=sizes, whole=[("times", d) for d in count], linear=MOVES)
+    rule = labelled(
+        call, [ins], [outs], sizes=sizes, whole=[("times", d) for d in count], resized=moved, linear=MOVES
+    )  # fmt: skip
+    runs = {d: tuple(Run(j * shape[d], 0, shape[d]) for j in range(count[d])) for d in moved}
+    sent = [traffic(call, d, r, [shape[d]], [shape[d] * count[d]]) for d, r in runs.items()]
+    run = partial(_repeat, runs=runs, times=[1 if d - new in moved else int(t) for d, t in enumerate(times)])
+    return replace(rule, kernels=exchanging(call, [rule.inputs[0][d][0] for d in moved], sent, run))
 
 
-def edge_pad(call: Call) -> Rule:
-    """Reflection and replication: the padded dims are the last ones."""
-    n = call.inputs[0].ndim
-    kept = but(n, *range(n - len(call["padding"]) // 2, n))
-    return labelled(call, [kept], [kept], filled=True, linear=MOVES)
-
-
-def edge_pad_backward(call: Call) -> Rule:
-    """Of the input only the shape counts."""
-    n = call.inputs[0].ndim
-    kept = but(n, *range(n - len(call["padding"]) // 2, n))
-    return labelled(call, [kept, kept], [kept], filled=True, linear=(linear(0),))
+def _repeat(ctx: KernelContext, runs: Mapping[int, tuple[Run, ...]], times: Sequence[int]) -> torch.Tensor:
+    x, spec, out = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx)
+    for d, copies in runs.items():
+        wanted = places(out, d + out.ndim - spec.ndim)
+        (x,) = exchange(out.mesh, cutting(spec, d), d, [x], copies, [places(spec, d)], [wanted])
+    return x.repeat(times)
 
 
 # ------------------------------------------------------------ shuffles

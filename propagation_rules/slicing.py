@@ -1,4 +1,8 @@
-"""Parts of a tensor and their backwards: dims that are cut into stay whole, the others are free.
+"""Parts of a tensor and their backwards: dims that are cut into are exchanged by a kernel, the others are free.
+
+    x[2:6] of 8 rows on 2 ranks     rank 0 gets row 3's neighbours from itself, rank 1 row 4 and 5: see `exchange`
+    x[5]                            the rank that holds row 5 sends it to all
+    x[:4] of 8@x:2                  the dim is two parts of 4, each cut alike: nothing moves
 
 A slice that keeps its whole dim keeps the dim's shard. All of these only move elements (and zeros), so every
 pending reduction passes.
@@ -6,30 +10,97 @@ pending reduction passes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from dtensor.factors import Kernel, Rule, linear, passes
+from dtensor.factors import Kernel, Rule, passes
 from dtensor.kernel import KernelContext
+from dtensor.placement import StridedShard
 from dtensor.registry import Call, register
-from propagation_rules.labelled import but, labelled, local_size
+from dtensor.reshard_run import resolved
+from dtensor.spec import Spec
+from dtensor.strides import in_order
+from propagation_rules.exchange import Places, Run, backwards, cutting, divides, exchange, places
+from propagation_rules.exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
+from propagation_rules.gathered import output_spec
+from propagation_rules.labelled import but, every_dim, labelled, local_size
 
-MOVES = (passes(0),)
+
+def _runs(size: int, start: int | None, end: int | None, step: int) -> tuple[Run, ...]:
+    """What a slice takes of a dim of `size`."""
+    low, high, _ = slice(start, end, step).indices(size)
+    return (Run(0, low, max(-((low - high) // step), 0), step),)
 
 
-def _keeps(size: int, start: int | None, end: int | None, step: int) -> bool:
+def _packed(x: Spec, dim: int, runs: Sequence[Run]) -> int:
+    """Where the dim is a row of equal parts, each cut evenly, and runs take some whole: a part's size; else 0."""
+    splits = {p.split_factor if isinstance(p, StridedShard) else 0 for p in (x.placements[a] for a in cutting(x, dim))}
+    split = splits.pop() if len(splits) == 1 else 0
+    if not split or not x.shape[dim] or not divides(x, dim, split):
+        return 0
+    part = x.shape[dim] // split
+    return part if all(r.step == 1 and r.length and not (r.start % part or r.length % part) for r in runs) else 0
+
+
+def _parts(call: Call, dim: int, part: int, names: Sequence[str]) -> Rule:
+    """Inputs and outputs are (parts, part) with the part cut; the arguments `names` count elements of the dim."""
+    size = call.inputs[0].shape[dim]
+    at = lambda label: [(label, "part") if d == dim else d for d in range(call.inputs[0].ndim)]  # noqa: E731
+    outs = [m.shape[dim] // part for m in call.outputs if m is not None]
+    sizes: dict[Hashable, int] = {"part": part, "all": size // part} | {("some", n): n for n in outs}
+
+    def localize(ins: Sequence[Spec], _: Sequence[Spec | None]) -> Mapping[str, object]:
+        own = ins[0].local_shape[dim]
+        scaled = lambda v: None if v is None else min(v, size) * own // size  # noqa: E731
+        return {
+            n: [scaled(v) for v in call[n]] if isinstance(call[n], (list, tuple)) else scaled(call[n]) for n in names
+        }
+
+    return labelled(
+        call, [at("all")], [at(("some", n)) for n in outs], sizes=sizes, whole=[k for k in sizes if k != "part"],
+        linear=MOVES, localize=localize,
+    )  # fmt: skip
+
+
+def _all_of(size: int, runs: tuple[Run, ...]) -> bool:
     """True when a slice takes its whole dim."""
-    low = 0 if start is None else start + size if start < 0 else start
-    return low <= 0 and (end is None or end >= size) and step == 1
+    return runs == (Run(0, 0, size),)
 
 
-# ------------------------------------------------------------ select and slice
+# ------------------------------------------------------------ select
 def select(call: Call) -> Rule:
-    """The dim goes."""
+    """The dim goes; where it is cut, the rank that holds the index sends it to all."""
     n, dim = call.inputs[0].ndim, call.dim()
-    kept = but(n, dim)
-    return labelled(call, [kept], [kept[:dim] + kept[dim + 1 :]], linear=MOVES)
+    free = every_dim(n)
+    row = math.prod(m for d, m in enumerate(call.inputs[0].local_shape_of([0] * call.inputs[0].mesh.ndim)) if d != dim)
+    kernel = Kernel("select", frozenset({dim}), ("replicate",), _run_select, row, 1, "broadcast")
+    return labelled(call, [free], [free[:dim] + free[dim + 1 :]], whole=(dim,), linear=MOVES, kernels=(kernel,))
+
+
+def _owner(ctx: KernelContext, dim: int, held: Places) -> tuple[int, int]:
+    """Position that holds index `index` of `dim` of the first input, and where in its part; IndexError beyond."""
+    size, index = ctx.in_specs[0].shape[dim], int(str(ctx.arguments["index"]))
+    if not -size <= index < size:
+        raise IndexError(f"select(): index {index} out of range for dimension {dim} of {ctx.in_specs[0]}")
+    index %= size
+    for p, runs in enumerate(held):
+        before = 0
+        for start, length in runs:
+            if start <= index < start + length:
+                return p, before + index - start
+            before += length
+    raise AssertionError(f"no position holds index {index} of {held}")
+
+
+def _run_select(ctx: KernelContext) -> torch.Tensor:
+    x, spec, out, dim = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx), ctx.call.dim()
+    axes = cutting(spec, dim)
+    comm = spec.mesh.comm(axes[0] if len(axes) == 1 else axes)
+    owner, at = _owner(ctx, dim, places(spec, dim))
+    row = resolved(x.select(dim, at)) if comm.rank == owner else x.new_empty(out.local_shape)
+    return in_order(comm.broadcast(row, owner), out.stride)
 
 
 def select_backward(call: Call) -> Rule:
@@ -40,78 +111,89 @@ def select_backward(call: Call) -> Rule:
     return local_size("input_sizes", labelled(call, [kept[:dim] + kept[dim + 1 :]], [kept], linear=MOVES))
 
 
+def select_scatter(call: Call) -> Rule:
+    """The source takes the place of one index of the dim, on the rank that holds it."""
+    n, dim = call.inputs[0].ndim, call.dim()
+    free = every_dim(n)
+    kernel = Kernel("select_scatter", frozenset({dim}), ("shard",), _run_select_scatter)
+    return labelled(
+        call, [free, free[:dim] + free[dim + 1 :]], [free], whole=(dim,), linear=(passes(0, 1),), kernels=(kernel,)
+    )  # fmt: skip
+
+
+def _run_select_scatter(ctx: KernelContext) -> torch.Tensor:
+    spec, dim = ctx.in_specs[0], ctx.call.dim()
+    axes = cutting(spec, dim)
+    owner, at = _owner(ctx, dim, places(spec, dim))
+    out = ctx.inputs[0].clone()
+    if spec.mesh.comm(axes[0] if len(axes) == 1 else axes).rank == owner:
+        out.select(dim, at).copy_(ctx.inputs[1])
+    return out
+
+
+# ------------------------------------------------------------ slice
 def slice_(call: Call) -> Rule:
     """The dim is free when the slice takes all of it."""
-    n, dim = call.inputs[0].ndim, call.dim()
-    full = _keeps(call.inputs[0].shape[dim], call["start"], call["end"], call["step"])
-    kept = but(n) if full else but(n, dim)
-    return labelled(call, [kept], [kept], linear=MOVES)
+    size, dim = call.inputs[0].shape, call.dim()
+    runs = _runs(size[dim], call["start"], call["end"], call["step"])
+    part = _packed(call.inputs[0], dim, runs)
+    if part and not _all_of(size[dim], runs):
+        return _parts(call, dim, part, ("start", "end"))
+    return rearranged(call, {} if _all_of(size[dim], runs) else {dim: runs})
 
 
 def slice_backward(call: Call) -> Rule:
     """As `slice_`, the other way round."""
     sizes = call["input_sizes"]
     dim = call["dim"] % len(sizes)
-    full = _keeps(sizes[dim], call["start"], call["end"], call["step"])
-    kept = but(len(sizes)) if full else but(len(sizes), dim)
-    return local_size("input_sizes", labelled(call, [kept], [kept], linear=MOVES))
+    runs = _runs(sizes[dim], call["start"], call["end"], call["step"])
+    rule = rearranged(call, {} if _all_of(sizes[dim], runs) else {dim: backwards(runs)})
+    return local_size("input_sizes", rule)
 
 
 def narrow_copy(call: Call) -> Rule:
-    """The dim stays whole."""
-    kept = but(call.inputs[0].ndim, call.dim())
-    return labelled(call, [kept], [kept], linear=MOVES)
-
-
-def select_scatter(call: Call) -> Rule:
-    """The source takes the place of one index of the dim."""
-    n, dim = call.inputs[0].ndim, call.dim()
-    kept = but(n, dim)
-    return labelled(call, [kept, kept[:dim] + kept[dim + 1 :]], [kept], linear=(passes(0, 1),))
+    """A slice."""
+    dim = call.dim()
+    start = call["start"] + (call.inputs[0].shape[dim] if call["start"] < 0 else 0)
+    return rearranged(call, {dim: (Run(0, start, call["length"]),)})
 
 
 def slice_scatter(call: Call) -> Rule:
-    """The source takes the place of a slice."""
-    n, dim = call.inputs[0].ndim, call.dim()
-    full = _keeps(call.inputs[0].shape[dim], call["start"], call["end"], call["step"])
-    kept = but(n) if full else but(n, dim)
-    return labelled(call, [kept, kept], [kept], linear=(passes(0, 1),))
+    """The source takes the place of a slice; where the dim is cut, it is exchanged into a copy of the first input."""
+    x, dim = call.inputs[0], call.dim()
+    runs = _runs(x.shape[dim], call["start"], call["end"], call["step"])
+    free = every_dim(x.ndim)
+    if _all_of(x.shape[dim], runs):
+        return labelled(call, [free, free], [free], linear=(passes(0, 1),))
+    back = backwards(runs)
+
+    def run(ctx: KernelContext) -> torch.Tensor:
+        spec = output_spec(ctx)
+        (out,) = exchange(
+            spec.mesh, cutting(spec, dim), dim, [ctx.inputs[1].to(spec.dtype)], back,
+            [places(ctx.in_specs[1], dim)], [places(spec, dim)], into=[ctx.inputs[0].clone()],
+        )  # fmt: skip
+        return out
+
+    sent = traffic(call, dim, back, [call.inputs[1].shape[dim]], [x.shape[dim]])
+    kernels = exchanging(call, [dim], [sent], run)
+    return labelled(call, [free, free], [free], resized=(dim,), linear=(passes(0, 1),), kernels=kernels)
 
 
 def split(call: Call) -> Rule:
-    """The dim stays whole."""
-    kept = but(call.inputs[0].ndim, call.dim())
-    return labelled(call, [kept], [kept] * len(call.outputs), linear=MOVES)
+    """Consecutive parts of the dim; where it is cut, one exchange makes all of them, unless the parts are cut alike."""
+    dim, at, runs = call.dim(), 0, list[Run]()
+    for i, m in enumerate(call.outputs):
+        assert m is not None
+        runs.append(Run(0, at, m.shape[dim], target=i))
+        at += m.shape[dim]
+    part = _packed(call.inputs[0], dim, runs)
+    if part:
+        return _parts(call, dim, part, [n for n in ("split_size", "split_sizes") if n in call.arguments])
+    return exchanged(call, dim, tuple(runs), [every_dim(call.inputs[0].ndim)])
 
 
-# ------------------------------------------------------------ diagonals
-def _diagonal_dims(n: int, call: Call) -> tuple[list[Hashable], list[Hashable]]:
-    pair = (call["dim1"] % n, call["dim2"] % n)
-    kept = but(n, *pair)
-    return kept, [d for d in kept if d is not None] + [None]
-
-
-def diagonal_backward(call: Call) -> Rule:
-    """The gradient on the diagonal of zeros."""
-    kept, short = _diagonal_dims(len(call["input_sizes"]), call)
-    return local_size("input_sizes", labelled(call, [short], [kept], linear=MOVES))
-
-
-def diagonal_scatter(call: Call) -> Rule:
-    """The source takes the place of the diagonal."""
-    kept, short = _diagonal_dims(call.inputs[0].ndim, call)
-    return labelled(call, [kept, short], [kept], linear=(passes(0, 1),))
-
-
-def unfold_backward(call: Call) -> Rule:
-    """Windows that overlap add up: linear only."""
-    n = len(call["input_sizes"])
-    if n == 0:
-        return local_size("input_sizes", labelled(call, [[None]], [[]], linear=(linear(0),)))
-    kept = but(n, call["dim"] % n)
-    return local_size("input_sizes", labelled(call, [[*kept, None]], [kept], linear=(linear(0),)))
-
-
+# ------------------------------------------------------------ triangles
 def triangle(call: Call) -> Rule:
     """By hand: rows and columns are cut by a kernel, which knows where in the matrix its part lies."""
     n = call.inputs[0].ndim
@@ -140,7 +222,4 @@ register("aten.select_scatter", select_scatter, values="index")
 register("aten.slice_scatter", slice_scatter)
 register("aten.split aten.split_copy aten.split_with_sizes aten.split_with_sizes_copy", split)
 register("aten.unsafe_split aten.unsafe_split_with_sizes aten.chunk aten.unsafe_chunk", split)
-register("aten.diagonal_backward", diagonal_backward)
-register("aten.diagonal_scatter", diagonal_scatter)
-register("aten.unfold_backward", unfold_backward)
 register("aten.tril aten.triu", triangle, values="diagonal")

@@ -115,33 +115,6 @@ def unbind(call: Call) -> Rule:
     return labelled(call, [kept], [kept[:dim] + kept[dim + 1 :]] * len(call.outputs), linear=MOVES)
 
 
-def diagonal(call: Call) -> Rule:
-    """The two dims stay whole; the diagonal is a new last dim."""
-    n = call.inputs[0].ndim
-    pair = {call["dim1"] % n, call["dim2"] % n}
-    kept = [None if d in pair else d for d in range(n)]
-    return labelled(call, [kept], [[d for d in kept if d is not None] + [None]], linear=MOVES)
-
-
-def diag_embed(call: Call) -> Rule:
-    """The last dim and the two new ones stay whole."""
-    n = call.inputs[0].ndim
-    pair = {call["dim1"] % (n + 1), call["dim2"] % (n + 1)}
-    rest = iter(range(n - 1))
-    out = [None if d in pair else next(rest) for d in range(n + 1)]
-    return labelled(call, [[*range(n - 1), None]], [out], linear=MOVES)
-
-
-def unfold(call: Call) -> Rule:
-    """Windows over a dim, which stays whole, as does the new last dim."""
-    n = call.inputs[0].ndim
-    if n == 0:
-        return labelled(call, [[]], [[None]], linear=MOVES)
-    dim = int(call["dimension"]) % n
-    kept = [None if d == dim else d for d in range(n)]
-    return labelled(call, [kept], [[*kept, None]], linear=MOVES)
-
-
 # ------------------------------------------------------------ other types
 def view_dtype(call: Call) -> Rule:
     """By hand: the last dim splits or merges by the ratio of the widths.
@@ -179,9 +152,6 @@ register("aten.transpose aten.transpose_copy aten.t aten.t_copy", transpose)
 register("aten.unsqueeze aten.unsqueeze_copy", unsqueeze)
 register("aten.squeeze aten.squeeze_copy", squeeze)
 register("aten.unbind aten.unbind_copy", unbind)
-register("aten.diagonal aten.diagonal_copy", diagonal)
-register("aten.diag_embed", diag_embed)
-register("aten.unfold aten.unfold_copy", unfold)
 register("aten.view.dtype aten.view_copy.dtype", view_dtype)
 register("aten.view_as_real aten.view_as_real_copy", view_as_real)
 register("aten.view_as_complex aten.view_as_complex_copy", view_as_complex)

@@ -1,6 +1,7 @@
 """The law tests can fail: wrong rules and wrong values turn them red. And the rules of every family hold."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from laws import Sample, check_layouts, check_strategies, differs, part_of, rand
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, StridedShard, init_device_mesh
-from dtensor.factors import Rule
+from dtensor.cost import current_cost_model
+from dtensor.factors import Kernel, Rule
+from dtensor.propagate import decide
 from dtensor.registry import Call, override, pattern
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec
+from dtensor.spec import Spec, TensorMeta
+from propagation_rules.labelled import labelled
 from propagation_rules.pointwise import pointwise
 
 MM = Sample("mm", torch.mm, (rand(5, 6), rand(6, 3)))
@@ -80,3 +84,40 @@ def test_parts_put_together_give_the_whole() -> None:
             assert not differs(redistribute_local(part_of(full, spec), spec, whole), full, 1e-4, 1e-4), placed
 
     dtensor.simulate(4)(run)
+
+
+def test_a_label_may_have_other_sizes_where_only_kernels_cut_it() -> None:
+    """`resized` dims may differ between tensors; no plain strategy cuts them, and without it they are an error."""
+    meta = TensorMeta(torch.Size([3, 2]), (2, 1), torch.float32)
+
+    def program() -> None:
+        spec = Spec.make(init_device_mesh("cpu", (4,)), (Shard(0),), (5, 2), (2, 1), torch.float32)
+        call = Call(torch.ops.aten.slice.Tensor, {}, (spec,), ("self",), (meta,))
+        rule = labelled(call, [["a", "b"]], [["a", "b"]], resized=("a",), filled=True)
+        assert rule.whole == {0} and rule.nonempty == {1} and rule.sizes == (5, 2)
+        assert [c.label for c in rule.choices(())] == ["factor 1", "R"]
+        cut = replace(rule, kernels=(Kernel("k", frozenset({0}), ("shard",), lambda ctx: None),))
+        choice = next(c for c in cut.choices(()) if c.kernel is not None)
+        assert (choice.inputs, choice.outputs) == ((0,), (0,))
+        with pytest.raises(ValueError, match="dims labelled 'a' have sizes 5 and 3"):
+            labelled(call, [["a", "b"]], [["a", "b"]])
+        with pytest.raises(ValueError, match="alone in their dims"):
+            labelled(call, [[("a", "c"), "b"]], [["a", "b"]], sizes={"a": 5, "c": 1}, resized=("a",))
+
+    dtensor.simulate(4)(program)
+
+
+def test_a_kernel_is_charged_once_for_all_its_axes() -> None:
+    """What it sends goes over its axes together: the second axis costs no second launch."""
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        spec = Spec.make(mesh, (Shard(0), Shard(0)), (8000,), (1,), torch.float32)
+        meta = TensorMeta(torch.Size([8000]), (1,), torch.float32)
+        kernel = Kernel("k", frozenset({0}), ("shard",), lambda ctx: None, 100, 1, "all_to_all")
+        rule = Rule((((0,),),), (((0,),),), (8000,), frozenset({0}), kernels=(kernel,))
+        found = decide("k", rule, [spec], [meta], mesh)
+        assert found is not None and found.kernel_axes == (0, 1)
+        assert found.cost == pytest.approx(current_cost_model().all_to_all(4, 400))
+
+    dtensor.simulate(4)(program)

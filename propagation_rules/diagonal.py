@@ -1,0 +1,145 @@
+"""Diagonals: taken out, put back, put among zeros.
+
+Of a matrix whose rows (or columns) are cut, each rank holds the part of the diagonal that crosses them:
+
+    4 x 4 on 2 ranks, offset 1      rows [0, 2) hold entries 0 1, rows [2, 4) entry 2       as they lie
+                                    the diagonal of 3 over 2 ranks is 0 1 | 2               as they leave
+
+A kernel reads or writes that part and exchanges it (`propagation_rules.exchange`) with the even cut of the diagonal
+as a dim of its own. Where both dims are cut, by two axes, one of them is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import torch
+
+from dtensor.factors import Linear, Rule, passes
+from dtensor.kernel import KernelContext
+from dtensor.registry import Call, register
+from dtensor.reshard_run import resolved
+from dtensor.spec import Spec
+from dtensor.strides import in_order
+from propagation_rules.exchange import Places, Run, cutting, exchange, places
+from propagation_rules.exchange_rules import MOVES, exchanging
+from propagation_rules.gathered import output_spec
+from propagation_rules.labelled import labelled, local_size
+
+CUT = "diagonal"  # the label of the dim that is cut, of the two, and of the diagonal
+
+
+def _labels(n: int, call: Call, cut: int) -> tuple[list[Hashable], list[Hashable]]:
+    """Labels of a matrix of `n` dims and of its diagonal; the dim `cut` of the pair goes with the diagonal."""
+    pair = {call["dim1"] % n, call["dim2"] % n}
+    full: list[Hashable] = [CUT if d == cut else None if d in pair else d for d in range(n)]
+    return full, [d for d in range(n) if d not in pair] + [CUT]
+
+
+def _pair(call: Call, n: int) -> tuple[int, int]:
+    return call["dim1"] % n, call["dim2"] % n
+
+
+def _cut_dim(call: Call, matrix: Spec | None, n: int) -> int:
+    """The dim of the pair that the kernel cuts: the first one, unless the second is cut and the first is not."""
+    first, second = _pair(call, n)
+    return second if matrix is not None and cutting(matrix, second) and not cutting(matrix, first) else first
+
+
+# ------------------------------------------------------------ rules
+def diagonal(call: Call) -> Rule:
+    """The diagonal is a new last dim."""
+    x = call.inputs[0]
+    cut = _cut_dim(call, x, x.ndim)
+    full, short = _labels(x.ndim, call, cut)
+    rule = labelled(call, [full], [short], resized=(CUT,), linear=MOVES)
+    length = call.outputs[0].shape[-1] if call.outputs[0] is not None else 0
+    run = lambda ctx: _take(ctx, cut)  # noqa: E731
+    return replace(rule, kernels=exchanging(call, rule.inputs[0][cut], [length], run))
+
+
+def _put_rule(call: Call, n: int, scatters: bool, linear: tuple[Linear, ...]) -> Rule:
+    cut = _cut_dim(call, call.inputs[0] if scatters else None, n)
+    full, short = _labels(n, call, cut)
+    inputs = [full, short] if scatters else [short]
+    rule = labelled(call, inputs, [full], resized=(CUT,), linear=linear)
+    run = lambda ctx: _put(ctx, cut)  # noqa: E731
+    return replace(rule, kernels=exchanging(call, rule.outputs[0][cut], [call.inputs[-1].local_numel_bound], run))
+
+
+def diagonal_backward(call: Call) -> Rule:
+    """The gradient on the diagonal of zeros."""
+    return local_size("input_sizes", _put_rule(call, len(call["input_sizes"]), False, MOVES))
+
+
+def diagonal_scatter(call: Call) -> Rule:
+    """The source takes the place of the diagonal."""
+    return _put_rule(call, call.inputs[0].ndim, True, (passes(0, 1),))
+
+
+def diag_embed(call: Call) -> Rule:
+    """The last dim becomes the diagonal of two new ones."""
+    return _put_rule(call, call.inputs[0].ndim + 1, False, MOVES)
+
+
+# ------------------------------------------------------------ kernels
+def _crossing(call: Call, matrix: Spec, cut: int) -> tuple[int, int, Places, Places]:
+    """The other dim, by how much its index is larger than that of `cut`, and per position the indices of `cut` on the
+    diagonal and the entries of the diagonal that they are.
+    """  # noqa: D205 - one sentence
+    first, second = _pair(call, matrix.ndim)
+    other = second if cut == first else first
+    shift = int(call["offset"]) * (1 if cut == first else -1)
+    low, high = max(-shift, 0), min(matrix.shape[cut], matrix.shape[other] - shift)
+    held = tuple(
+        tuple((max(a, low), min(a + n, high) - max(a, low)) for a, n in runs if max(a, low) < min(a + n, high))
+        for runs in places(matrix, cut)
+    )
+    return other, shift, held, tuple(tuple((a - low, n) for a, n in runs) for runs in held)
+
+
+def _index(ctx: KernelContext, matrix: Spec, cut: int, held: Places, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Where this rank's part of the diagonal lies: local index and global index of the dim that is cut."""
+    axes = cutting(matrix, cut)
+    at = matrix.mesh.comm(axes[0] if len(axes) == 1 else axes).rank if axes else 0
+    local, world, before = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
+    for start, length in places(matrix, cut)[at]:
+        for a, n in held[at]:
+            if start <= a < start + length:
+                world.append(torch.arange(a, a + n))
+                local.append(world[-1] - start + before)
+        before += length
+    return torch.cat(local).to(device), torch.cat(world).to(device)
+
+
+def _take(ctx: KernelContext, cut: int) -> torch.Tensor:
+    x, spec, out = resolved(ctx.inputs[0]), ctx.in_specs[0], output_spec(ctx)
+    other, shift, held, entries = _crossing(ctx.call, spec, cut)
+    local, world = _index(ctx, spec, cut, held, x.device)
+    mine = x.movedim((cut, other), (-2, -1))[..., local, world + shift]
+    last = out.ndim - 1
+    (made,) = exchange(
+        out.mesh, cutting(spec, cut), last, [mine], [Run(0, 0, out.shape[last])], [entries], [places(out, last)]
+    )
+    return in_order(made, out.stride)
+
+
+def _put(ctx: KernelContext, cut: int) -> torch.Tensor:
+    src, spec, out = ctx.inputs[-1], ctx.in_specs[-1], output_spec(ctx)
+    other, shift, held, entries = _crossing(ctx.call, out, cut)
+    last = spec.ndim - 1
+    (mine,) = exchange(
+        out.mesh, cutting(spec, last), last, [src.to(out.dtype)], [Run(0, 0, spec.shape[last])],
+        [places(spec, last)], [entries],
+    )  # fmt: skip
+    whole = ctx.inputs[0].clone() if len(ctx.inputs) > 1 else mine.new_zeros(out.local_shape)
+    local, world = _index(ctx, out, cut, held, mine.device)
+    whole.movedim((cut, other), (-2, -1))[..., local, world + shift] = mine
+    return whole
+
+
+register("aten.diagonal aten.diagonal_copy", diagonal)
+register("aten.diag_embed", diag_embed)
+register("aten.diagonal_backward", diagonal_backward)
+register("aten.diagonal_scatter", diagonal_scatter)
