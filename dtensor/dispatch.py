@@ -249,10 +249,13 @@ class Plan:
         self.overrides = tuple((_position(call.op, name), name, value) for name, value in given.items())
         outs = decision.outputs
         self.out: Any = outs[0] if structure == "one" else outs
-        self.inplace, self.written = bool(info.written), info.written_at
+        # Some write an argument and return something new (`rrelu_with_noise`): their results are wrapped as ever.
+        returns = info.func._schema.returns
+        self.inplace = bool(info.written) and (not returns or returns[0].alias_info is not None)
+        self.written = info.written_at
         self.seed = info.entry is not None and info.entry.random and bound is None
         outside = call.inputs[0].mesh.coord is None
-        simple = not (self.moves or self.overrides or self.kernel or self.inplace or self.seed or outside)
+        simple = not (self.moves or self.overrides or self.kernel or self.written or self.seed or outside)
         # What was moved or made otherwise than by the op may lie in memory in another order than the spec says.
         self.reorder = not info.is_view and bool(self.moves or self.kernel or bound)
         simple = simple and not self.reorder
@@ -336,6 +339,8 @@ class Plan:
                 return args[0] if structure == "one" else None
             if structure == "none":
                 return got
+            if self.written and watching():
+                note_writes(*(args[i] for i in self.written if i < len(args)))
             if self.reorder:
                 got = _in_order(got, outs)
             if moved_view:
