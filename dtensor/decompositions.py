@@ -93,7 +93,7 @@ class _Trial(TorchDispatchMode):
 
     def tensor(self, spec: Spec, by: OpInfo | None) -> Any:
         """A DTensor without data in this layout: the next value of the trace."""
-        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(
             hot._DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=self.device
         )
         made._spec, made._at = spec, len(self.values)

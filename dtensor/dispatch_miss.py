@@ -17,7 +17,7 @@ from dtensor.decompositions import decomposed, is_composite
 from dtensor.dispatch import OpInfo, Plan
 from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, output_metas
 from dtensor.dispatch_functional import rewritten
-from dtensor.dispatch_plain import with_plain
+from dtensor.dispatch_plain import in_composite, with_plain
 from dtensor.dispatch_views import has_moved, with_moved
 from dtensor.dispatch_writes import check_written, kept, run_inplace_view, run_out
 from dtensor.errors import LayoutError
@@ -61,7 +61,7 @@ def miss(
     found = rule is not None
     if rule is None:
         if is_composite(info.func):
-            return info.func.decompose(*args, **kwargs)
+            return in_composite(info.func, args, kwargs)
         if not is_of_torch(info.name):
             raise no_rule(info, call, "the operator has no sharding rule")
         execute = None if strictness() > 1 else decomposed(info, call, args, kwargs)

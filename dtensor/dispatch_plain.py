@@ -31,7 +31,7 @@ from dtensor.placement import Replicate
 from dtensor.plain_origin import Place, made_by_torch
 from dtensor.spec import Spec
 
-__all__ = ["replicated_on", "with_plain"]
+__all__ = ["in_composite", "replicated_on", "with_plain"]
 
 _WITH_ZEROS = frozenset(
     f"aten.{op}" if "." in op else f"aten.{op}.default"
@@ -68,11 +68,22 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return result
 
 
+def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take `op` apart, in C++. Its arguments have been checked, so any plain tensor inside is torch's."""
+    before = getattr(hot._flags, "composite", False)
+    hot._flags.composite = True
+    try:
+        return op.decompose(*args, **kwargs)
+    finally:
+        hot._flags.composite = before
+
+
 def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
     plain = [p for p in _places(args, kwargs) if _at(args, kwargs, p).ndim]
     small = [_at(args, kwargs, p).numel() <= 1 for p in plain]
-    own = [few or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
+    inside = getattr(hot._flags, "composite", False)
+    own = [few or inside or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
     parts = [_like_a_part(_at(args, kwargs, p), args, kwargs) for p in plain]
     if all(small) and not any(parts):
         return
@@ -143,7 +154,7 @@ def _agreed(tensors: Sequence[torch.Tensor], good: bool, mesh: DeviceMesh) -> bo
     for t in tensors if tensors[0].device.type != "meta" else ():
         digest.update(repr((t.dtype, tuple(t.shape))).encode())
         whole = t.detach().resolve_conj().resolve_neg().contiguous()
-        digest.update(whole.reshape(-1).view(torch.uint8).cpu().numpy())
+        digest.update(whole.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     words = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
     both = torch.cat([words, ~words, words.new_tensor([0 if good else 1])]).to(tensors[0].device)
     for axis, size in enumerate(mesh.shape):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
@@ -41,6 +41,9 @@ Place = tuple[int | str, int | None]
 
 _HOME = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_HANDLER = "__torch_dispatch__"
+_WRAPPERS = (f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py")
+"""What torch puts around the handlers of its own modes."""
 _COPIES = 2 if sys.version_info < (3, 13) else 1
 """References by a variable that was looked at: older versions keep a copy of a frame's variables."""
 
@@ -48,18 +51,16 @@ _COPIES = 2 if sys.version_info < (3, 13) else 1
 def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> bool:
     """Whether the plain tensor at `place` of a call was made by torch itself. No caller may hold it in a variable."""
     (fresh, base_fresh), (held, base_held) = _counts()
-    frames = list(_frames(sys._getframe(1)))
-    inside = [f for f, ours in frames if ours]
-    torchs = [f for f, ours in frames if not ours]
+    inside, modes, torchs = _frames(sys._getframe(1))
     call = held - fresh if torchs else 0
     t = _at(args, kwargs, place)
     if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
         return False
-    known = _variables(inside, t) + _variables(torchs, t)  # first, as looking leaves references
+    known = _variables(inside, t) + _variables(torchs, t) + _by_modes(modes, t)  # first, as looking leaves references
     if sys.getrefcount(t) > fresh + known + call or _passed(torchs, t):
         return False
-    if not t._is_view():
-        return _users(t) <= _sole()
+    if not t._is_view():  # what is made in inference mode is not known to be a view: one base is let pass
+        return _users(t) <= _sole() + t.is_inference()
     base = t._base
     if type(base) is not torch.Tensor or base.requires_grad or _passed(torchs, base):
         return False
@@ -78,7 +79,7 @@ def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
 def _users(t: torch.Tensor) -> int:
     """How many tensors have the memory of `t`, and a constant; views made where torch keeps no track count too."""
     storage = t.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @cache
@@ -105,18 +106,29 @@ def _passed(frames: Sequence[FrameType], t: torch.Tensor) -> bool:
     return False
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[FrameType, bool]]:
-    """This package's frames down to dispatch (True), then those of torch's Python code that made the call (False)."""
-    inside = True
-    while frame is not None and inside:
-        inside = frame.f_code.co_name != "__torch_dispatch__"
-        yield frame, True
+def _by_modes(frames: Sequence[FrameType], t: torch.Tensor) -> int:
+    """References to `t` from dispatch modes of Python that handed the call on: their arguments, in tuples."""
+    values = [x for frame in frames for x in frame.f_locals.values()]
+    boxes = {id(x) for x in values if isinstance(x, (list, tuple)) and any(y is t for y in x)}
+    redispatched = sum(frame.f_code.co_name == _HANDLER for frame in frames)
+    return len(boxes) + redispatched + _variables(frames, t)
+
+
+def _frames(frame: FrameType | None) -> tuple[list[FrameType], list[FrameType], list[FrameType]]:
+    """This package's frames down to dispatch, those of dispatch modes, those of torch's Python code that called."""
+    inside, rest = list[FrameType](), list[FrameType]()
+    while frame is not None and (not inside or inside[-1].f_code.co_name != _HANDLER):
+        inside.append(frame)
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        yield frame, False
+    while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == _HANDLER):
+        rest.append(frame)
         frame = frame.f_back
+    last = max((i for i, f in enumerate(rest) if f.f_code.co_name == _HANDLER), default=-1)
+    while 0 <= last < len(rest) - 1 and rest[last + 1].f_code.co_filename.startswith(_WRAPPERS):
+        last += 1
+    return inside, rest[: last + 1], rest[last + 1 :]
 
 
 # ------------------------------------------------------------ what the counts are
@@ -148,7 +160,7 @@ def _counts() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _measure() -> tuple[tuple[int, int], tuple[int, int]]:
-    probe = torch.Tensor._make_wrapper_subclass(_Probe, (1,), dtype=torch.bool)  # type: ignore[attr-defined]
+    probe = torch.Tensor._make_wrapper_subclass(_Probe, (1,), dtype=torch.bool)
     _Probe.seen = []
     torch.where(probe, 1.0, 2.0)
     torch.where(probe, torch.ones(1), torch.ones(1))

@@ -140,7 +140,7 @@ def notice(info: OpInfo, call: Call) -> None:
     if info.name in _noticed or all(s.is_replicated() for s in call.inputs):
         return
     _noticed.add(info.name)
-    received, kinds = 0, []
+    received, kinds = 0, list[str]()
     for s in call.inputs:
         plan = plan_reshard(s, s.with_placements((Replicate(),) * s.mesh.ndim))
         kinds += plan.collectives

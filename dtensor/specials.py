@@ -12,7 +12,7 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import special
-from dtensor.errors import LayoutError, MixedTensorError
+from dtensor.errors import LayoutError, MixedTensorError, explain_error
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Replicate
 from dtensor.reshard_run import redistribute_local
@@ -73,19 +73,30 @@ def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0]._local_tensor.is_pinned())
 
 
-@special("aten.as_strided.default")
-def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only the call that changes nothing: strides of a shard are not those of the whole."""
-    x, size, stride = args[0], list(args[1]), list(args[2])
-    if size == list(x.shape) and stride == list(x.stride()) and (len(args) < 4 or not args[3]):
-        return aten.alias.default(x)
-    raise LayoutError(
-        f"as_strided of {x._spec} to size {size}, stride {stride}: a DTensor has no single storage to stride over; "
-        "use view, transpose, expand or slices"
-    )
-
-
-@special("aten.resize_.default", "aten.resize_as_.default", "aten.set_.source_Tensor", "aten.set_.default",
-         "aten.set_.source_Storage", "aten.set_.source_Storage_storage_offset")  # fmt: skip
+@special("aten.resize_.default", "aten.resize_as_.default")
 def _resize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise NotImplementedError("resize_ and set_ of a DTensor would change the local storage only; make a new DTensor")
+    """On a replicated tensor: every rank resizes its own copy. A shard of other sizes is not a part of this one."""
+    x, size = args[0], args[1]
+    spec, local = settled_spec(x, "resize_"), x._local_tensor
+    shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
+    if not spec.is_replicated():
+        raise LayoutError(
+            explain_error(
+                f"resize_ to {list(shape)}", str(spec),
+                "only a replicated tensor can be resized in place: the parts of another shape lie on other ranks",
+                "make a new one: dtensor.empty(shape, device_mesh=x.device_mesh, placements=x.placements)",
+            )
+        )  # fmt: skip
+    local.resize_(shape, **kwargs)
+    made = hot._new(
+        hot._DTensor, local, spec.with_meta(local.shape, local.stride(), spec.dtype), requires_grad=False
+    )  # fmt: skip
+    torch._C.TensorBase.data.__set__(x, made)  # type: ignore[attr-defined]
+    x._spec = made._spec
+    return x
+
+
+@special("aten.set_.source_Tensor", "aten.set_.default", "aten.set_.source_Storage",
+         "aten.set_.source_Storage_storage_offset")  # fmt: skip
+def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError("set_ of a DTensor would change the local storage only; make a new DTensor")

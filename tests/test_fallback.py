@@ -1,0 +1,473 @@
+"""Ops without a rule, plain tensors among DTensors, results whose shape depends on data, strict mode."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+
+import pytest
+import samples_strided
+import torch
+import torch.nn.functional as F
+from laws import Sample, check_layouts, check_strategies, ints, make, rand
+
+import dtensor
+from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh, plain_origin, registry, rule_absent
+from dtensor.comm import observers
+from dtensor.decompositions import decomposition_of
+from dtensor.errors import LayoutError, MixedTensorError, NoRuleError
+from dtensor.registry import override
+
+R, S0, P = Replicate(), Shard(0), Partial()
+NONE = lambda call: None  # noqa: E731 - a builder: this call has no rule
+
+
+def on(n: int, f: Callable[..., object], shape: tuple[int, ...] | None = None) -> list[object]:
+    return dtensor.simulate(n)(lambda: f(init_device_mesh("cpu", shape or (n,))))
+
+
+def sampled(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    return F.grid_sample(x, grid, align_corners=False)
+
+
+def attended(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], attn_mask=mask)
+
+
+# ------------------------------------------------------------ decompositions
+TAKEN_APART = [
+    ("aten.huber_loss", lambda a, b: F.huber_loss(a, b, reduction="none"), (rand(5, 4), rand(5, 4, seed=1))),
+    ("aten.logit_backward", lambda x: torch.logit(x.sigmoid(), 1e-3), (rand(5, 4),)),
+    ("aten.glu_backward", lambda x: F.glu(x, 1), (rand(5, 4),)),
+    ("aten.trace", torch.trace, (rand(5, 4),)),
+    ("aten.renorm", lambda x: torch.renorm(x, 2, 0, 1.0), (rand(5, 4),)),
+    ("aten.dist", torch.dist, (rand(4, 3), rand(4, 3, seed=2))),
+    ("aten.grid_sampler_2d", sampled, (rand(2, 3, 3, 3), rand(2, 2, 1, 2))),
+    ("aten.upsample_bilinear2d", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (rand(4, 3, 4, 4),)),
+    ("aten.native_layer_norm_backward", lambda x: F.layer_norm(x, (3,)), (rand(4, 3),)),
+    ("aten.native_group_norm", lambda x: F.group_norm(x, 2), (rand(4, 4, 3),)),
+    ("aten.im2col", lambda x: F.unfold(x, (2, 2)), (rand(2, 3, 4, 4),)),
+    ("aten.unfold_backward", lambda x: x.unfold(0, 2, 1), (rand(4, 3),)),
+    ("aten.index_add", lambda x, y, i: x.index_add(0, i, y), (rand(4, 3), rand(2, 3), torch.tensor([1, 2]))),
+    ("aten.isin", torch.isin, (ints(4, 4, 3), ints(4, 3, seed=1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fn", "tensors"), TAKEN_APART, ids=[t[0] for t in TAKEN_APART])
+def test_an_op_without_a_rule_is_taken_apart(name: str, fn: Callable[..., torch.Tensor], tensors, monkeypatch) -> None:
+    """Values and gradients in many layouts; some of them are computed without gathering."""
+    from dtensor import decompositions, dispatch_miss
+
+    tried: list[bool] = []
+
+    def noted(info, call, args, kwargs):
+        found = decompositions.decomposed(info, call, args, kwargs)
+        tried.append(found is not None)
+        return found
+
+    monkeypatch.setattr(dispatch_miss, "decomposed", noted)
+    with override([name], NONE):
+        check_layouts(Sample(name, fn, tensors), (3,), limit=8).must_hold()
+        check_layouts(Sample(name, fn, tensors), (2, 2), limit=6).must_hold()
+    assert any(tried)
+
+
+def test_a_decomposition_is_looked_for_once_a_key(monkeypatch) -> None:
+    from dtensor import decompositions
+
+    found: list[str] = []
+    monkeypatch.setattr(decompositions, "decomposition_of", lambda op: found.append(str(op)) or decomposition_of(op))
+
+    def f(mesh):
+        a, b = make(rand(6, 4), mesh, [S0]), make(rand(6, 4, seed=1), mesh, [S0])
+        sent: list[str] = []
+        observers.append(lambda kind, *_: sent.append(kind))
+        for delta in (1.0, 1.0, 2.0):
+            got = F.huber_loss(a, b, reduction="none", delta=delta)
+            assert got.placements == (S0,)
+            want = F.huber_loss(rand(6, 4), rand(6, 4, seed=1), reduction="none", delta=delta)
+            torch.testing.assert_close(got.to_local(), want.chunk(2)[mesh.get_local_rank()])
+        assert not sent
+
+    with override(["aten.huber_loss"], NONE):
+        on(2, f)
+    assert found.count("aten.huber_loss.default") == 2 * 2  # two keys on each of two ranks
+
+
+def test_a_decomposition_that_gathers_more_is_not_taken(caplog) -> None:
+    """A cumulative sum along the sharded dim: torch's decomposition is no cheaper than gathering once."""
+
+    def f(mesh):
+        x = make(rand(6, 4), mesh, [S0])
+        torch.testing.assert_close(torch.cummax(x, 0)[0].full_tensor(), torch.cummax(rand(6, 4), 0)[0])
+
+    rule_absent._noticed.clear()
+    with override(["aten.cummax"], NONE), caplog.at_level(logging.WARNING, logger="dtensor"):
+        on(2, f)
+    assert [r for r in caplog.records if "aten.cummax" in r.getMessage()]
+
+
+# ------------------------------------------------------------ the notice and the strict mode
+def test_the_notice_says_what_it_cost_once(caplog) -> None:
+    def f(mesh):
+        x = make(rand(4, 4), mesh, [S0])
+        for _ in range(2):
+            torch.testing.assert_close(torch.cummax(x, 1)[0].full_tensor(), torch.cummax(rand(4, 4), 1)[0])
+        torch.cummax(make(rand(4, 4), mesh, [R]), 1)
+
+    rule_absent._noticed.clear()
+    with override(["aten.cummax"], NONE), caplog.at_level(logging.WARNING, logger="dtensor"):
+        on(2, f)
+    texts = [r.getMessage() for r in caplog.records if "no sharding rule" in r.getMessage()]
+    assert len(texts) == 1
+    for part in ("aten.cummax", "all_gather", "32 bytes", "f32[4@0,4]", "test_fallback.py:", "registry.register("):
+        assert part in texts[0], texts[0]
+
+
+def test_the_rule_in_the_notice_can_be_pasted(caplog) -> None:
+    def f(mesh):
+        torch.cummax(make(rand(4, 3), mesh, [S0]), 1)
+
+    rule_absent._noticed.clear()
+    with override(["aten.cummax"], NONE), caplog.at_level(logging.WARNING, logger="dtensor"):
+        on(2, f)
+    text = next(r.getMessage() for r in caplog.records if "aten.cummax" in r.getMessage())
+    call = text.partition("rule: ")[2].partition(", without")[0]
+    assert call == "dtensor.registry.register('aten.cummax', dtensor.registry.pattern('[a] [b] -> [a] [b], [a] [b]'))"
+    name, _, pattern = call.removeprefix("dtensor.registry.register(").removesuffix(")").partition(", ")
+    builder = eval(pattern.replace("[a]", "a"), {"dtensor": dtensor})  # rows can be computed by themselves
+
+    def g(mesh):
+        got = torch.cummax(make(rand(4, 3), mesh, [S0]), 1)[0]
+        assert got.placements == (S0,)
+        torch.testing.assert_close(got.full_tensor(), torch.cummax(rand(4, 3), 1)[0])
+
+    with override([eval(name)], builder):
+        on(2, g)
+
+
+@pytest.mark.parametrize("by", ["context", "environment"])
+def test_strict_rules_refuse_what_would_gather(by: str, monkeypatch) -> None:
+    def f(mesh):
+        x, y = make(rand(4, 4), mesh, [S0]), make(rand(4, 4, seed=1), mesh, [S0])
+        torch.cummax(x, 1)  # cached before the mode is on
+        F.huber_loss(x, y, reduction="none")
+
+        def strict(decompositions: bool = False):
+            if by == "context":
+                return dtensor.strict_rules(decompositions=decompositions)
+            monkeypatch.setenv("DTENSOR_STRICT_RULES", "all" if decompositions else "1")
+            return warnings.catch_warnings()  # any `with`
+
+        with strict():
+            for _ in range(2):
+                with pytest.raises(NoRuleError, match=r"aten.cummax.*\n.*f32\[4@0,4\](.|\n)*registry.register\("):
+                    torch.cummax(x, 1)
+                F.huber_loss(x, y, reduction="none")
+            torch.cummax(make(rand(4, 4), mesh, [R]), 1)
+            torch.linalg.multi_dot([x, y, x])  # a composite
+            with strict(decompositions=True), pytest.raises(NoRuleError, match="aten.huber_loss"):
+                F.huber_loss(x, y, reduction="none")
+        monkeypatch.delenv("DTENSOR_STRICT_RULES", raising=False)
+        torch.cummax(x, 1)
+
+    with override(["aten.cummax", "aten.huber_loss"], NONE):
+        on(1 if by == "environment" else 2, f, (1,) if by == "environment" else None) if by == "context" else on(2, f)
+
+
+def test_strict_rules_reach_simulated_ranks() -> None:
+    def f(mesh):
+        with pytest.raises(NoRuleError, match="cummax"):
+            torch.cummax(make(rand(4, 4), mesh, [S0]), 1)
+
+    with override(["aten.cummax"], NONE), dtensor.strict_rules():
+        on(2, f)
+
+
+# ------------------------------------------------------------ shapes that depend on data
+X, I = rand(5, 4), ints(3, 7)
+COUNTED = [
+    ("nonzero", lambda x: torch.nonzero(x.relu()), (X,)),
+    ("nonzero as tuple", lambda x: torch.nonzero(x.relu(), as_tuple=True), (X,)),
+    ("argwhere", lambda x: torch.argwhere(x > 0), (X,)),
+    ("where of a condition", lambda x: torch.where(x > 0), (X,)),
+    ("masked_select", lambda x: torch.masked_select(x, x > 0), (X,)),
+    ("boolean index", lambda x: x[x > 0], (X,)),
+    ("boolean rows", lambda x: x[x.sum(1) > 0], (X,)),
+    ("boolean write", lambda x: x.masked_fill(x > 0, 0.0), (X,)),
+    ("unique", lambda i: torch.unique(i, return_inverse=True, return_counts=True), (I,)),
+    ("unique of rows", lambda i: torch.unique(i.view(7, 1), dim=0), (I,)),
+    ("unique_consecutive", lambda i: torch.unique_consecutive(i, return_counts=True), (I,)),
+    ("bincount", torch.bincount, (I,)),
+    ("bincount with weights", torch.bincount, (I, rand(7))),
+    ("repeat_interleave", lambda x, n: torch.repeat_interleave(x, n, 0), (X, ints(3, 5))),
+    ("repeat_interleave of counts", torch.repeat_interleave, (ints(3, 5),)),
+    ("histogram", lambda x: tuple(torch.histogram(x, 4)), (X,)),
+    ("histc", lambda x: torch.histc(x, 4), (X,)),
+    ("isclose", torch.isclose, (X, X + 1e-9)),
+    ("one_hot", F.one_hot, (I,)),
+    ("combinations", torch.combinations, (rand(4),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fn", "tensors"), COUNTED, ids=[t[0] for t in COUNTED])
+def test_a_shape_that_depends_on_data_is_the_same_everywhere(name: str, fn, tensors) -> None:
+    grads = name in ("masked_select", "boolean index", "boolean rows", "repeat_interleave", "boolean write")
+    sample = Sample(name, fn, tensors, grads=grads, pending=("sum", "max"))
+    check_layouts(sample, (3,), limit=8).must_hold()
+    check_layouts(sample, (2, 2), limit=6).must_hold()
+
+
+def test_values_that_python_reads_are_global() -> None:
+    def f(mesh):
+        for placed in ([S0], [P], [R]):
+            x = make(rand(4, 3), mesh, placed)
+            assert torch.equal(x, x + 0) and not torch.equal(x, x + 1)
+            assert torch.allclose(x, x + 1e-9) and not torch.allclose(x, x + 1)
+            assert x.sum().item() == pytest.approx(rand(4, 3).sum().item(), rel=1e-5)
+            assert bool(x.abs().sum() > 0) and torch.is_nonzero(x.abs().sum())
+
+    on(3, f)
+
+
+# ------------------------------------------------------------ plain tensors that torch makes
+def rnn(kind: type[torch.nn.Module], **options: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An RNN without a first state, its parameters laid out like the input's mesh wants them: replicated."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = kind(3, 5, **options)
+        if isinstance(x, DTensor):
+            dtensor.distribute_module(module, x.device_mesh)
+        got = module(x)
+        return got[0] if isinstance(got, tuple) else got
+
+    return run
+
+
+def seeded(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return f(*tensors)
+
+    return run
+
+
+MADE_BY_TORCH = [
+    ("quantile", lambda x: torch.quantile(x, 0.3, dim=0), (X,)),
+    ("quantile midpoint", lambda x: torch.quantile(x, 0.3, dim=1, interpolation="midpoint"), (X,)),
+    ("nanquantile", lambda x: torch.nanquantile(x, 0.3), (X,)),
+    ("combinations", lambda x: torch.combinations(x, 3, True), (rand(4),)),
+    ("unravel_index", lambda i: torch.unravel_index(i, (2, 2)), (torch.arange(4),)),
+    ("lists among indices", lambda x, i: x[[0, 1, 2], i], (X, ints(4, 3))),
+    ("svd_lowrank", seeded(lambda x: torch.svd_lowrank(x, q=2)[1]), (X,)),
+    ("pca_lowrank", seeded(lambda x: torch.pca_lowrank(x, q=2)[1]), (X,)),
+    ("causal attention", lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (rand(2, 2, 4, 8),)),
+    ("istft", lambda x: torch.istft(torch.view_as_complex(x), n_fft=10), (rand(6, 4, 2),)),
+    ("matrix_power 0", lambda x: torch.matrix_power(x, 0) + x, (rand(3, 3),)),
+    ("gradient", lambda x: torch.gradient(x, spacing=2.0, edge_order=2, dim=0)[0], (X,)),
+    ("block_diag", torch.block_diag, (rand(2, 3), rand(3, 2))),
+    ("cdist", torch.cdist, (X, rand(3, 4))),
+    ("masked mean", lambda x: torch.masked.mean(x, dim=0, keepdim=True), (X,)),
+    ("masked var", lambda x: torch.masked.var(x, dim=1), (X,)),
+    ("GRU", rnn(torch.nn.GRU, num_layers=2), (rand(4, 2, 3),)),
+    ("LSTM", rnn(torch.nn.LSTM, bidirectional=True), (rand(4, 2, 3),)),
+    ("RNN", rnn(torch.nn.RNN, batch_first=True), (rand(2, 4, 3),)),
+    ("GRUCell", rnn(torch.nn.GRUCell), (rand(4, 3),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fn", "tensors"), MADE_BY_TORCH, ids=[t[0] for t in MADE_BY_TORCH])
+def test_plain_tensors_of_torchs_own_code_count_as_replicated(name: str, fn, tensors) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fixed = frozenset({1}) if name == "lists among indices" else frozenset()
+        check_layouts(Sample(name, fn, tensors, pending=("sum",), fixed=fixed), (3,), limit=6).must_hold()
+
+
+def test_and_in_inference_mode_and_under_torchs_modes() -> None:
+    def f(mesh):
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from dtensor.debug import CommDebugMode
+
+        x = make(X, mesh, [S0])
+        want = torch.quantile(X, 0.3, dim=0)
+        with torch.inference_mode():
+            torch.testing.assert_close(torch.quantile(x, 0.3, dim=0).full_tensor(), want)
+            rnn(torch.nn.GRU)(make(rand(4, 2, 3), mesh, [S0]))
+        for mode in (CommDebugMode(), FlopCounterMode(display=False)):
+            with mode:
+                torch.testing.assert_close(torch.quantile(x, 0.3, dim=0).full_tensor(), want)
+                with pytest.raises(MixedTensorError):
+                    x + torch.ones(5, 4)
+
+    on(2, f)
+
+
+W, B = torch.ones(4, 4), torch.ones(5, 4)
+OF_THE_USER: dict[str, tuple[Callable[[DTensor], object], str]] = {
+    "a temporary": (lambda x: x + torch.ones(5, 4), "argument 'other'"),
+    "a variable": (lambda x: x + B, "argument 'other'"),
+    "a view": (lambda x: x + B[:1], "argument 'other'"),
+    "a function's argument": (lambda x: torch.add(x, torch.ones(5, 4)), "argument 'other'"),
+    "a matrix": (lambda x: torch.matmul(x, torch.ones(4, 3)), "argument 'mat2'"),
+    "a batch of matrices": (lambda x: torch.matmul(x, torch.ones(2, 4, 3)), "plain"),
+    "a weight": (lambda x: F.linear(x, W), "argument 'mat2'"),
+    "a temporary weight": (lambda x: F.linear(x, torch.ones(3, 4)), "argument 'mat2'"),
+    "a transposed weight": (lambda x: F.linear(x, torch.ones(4, 3).T), "argument 'mat2'"),
+    "a module's parameter": (lambda x: torch.nn.Linear(4, 3)(x), "plain"),
+    "a frozen parameter": (lambda x: torch.nn.Linear(4, 3).requires_grad_(False)(x), "plain"),
+    "a module's buffer": (lambda x: torch.nn.BatchNorm1d(4, affine=False)(x), "plain"),
+    "in a list": (lambda x: torch.cat([x, torch.ones(5, 4)]), "item 1 of argument 'tensors'"),
+    "first in a list": (lambda x: torch.stack([B, x]), "item 0 of argument 'tensors'"),
+    "in an einsum": (lambda x: torch.einsum("ab,cb->ac", x, torch.ones(2, 4)), "plain"),
+    "an index": (lambda x: x[torch.tensor([0, 1])], "item 0 of argument 'indices'"),
+    "a mask": (lambda x: x.masked_fill(torch.ones(5, 4) > 0, 0), "argument 'mask'"),
+    "a condition": (lambda x: torch.where(B > 0, x, x), "argument 'condition'"),
+    "a target": (lambda x: F.mse_loss(x, torch.ones(5, 4)), "argument 'target'"),
+    "a keyword": (lambda x: F.layer_norm(x, (4,), weight=torch.ones(4)), "argument 'weight'"),
+    "an attention mask": (lambda x: attended(x, torch.ones(5, 5)), "plain"),
+    "in place": (lambda x: x.add_(torch.ones(5, 4)), "argument 'other'"),
+    "written": (lambda x: torch.ones(5, 4).add_(x), "argument 'self', which is written"),
+    "an item": (lambda x: x.__setitem__(0, torch.ones(4)), "plain"),
+    "a part": (lambda x: x + x.to_local(), "argument 'other'"),
+    "a first state": (lambda x: rnn_with_state(x, torch.zeros(1, 5, 3)), "plain"),
+}  # fmt: skip
+
+
+def rnn_with_state(x: DTensor, state: torch.Tensor) -> torch.Tensor:
+    module = torch.nn.GRU(4, 3)
+    dtensor.distribute_module(module, x.device_mesh)
+    return module(x[None], state)[0]
+
+
+@pytest.mark.parametrize("placed", [R, S0], ids=str)
+@pytest.mark.parametrize("what", OF_THE_USER)
+def test_a_users_plain_tensor_is_refused(what: str, placed: dtensor.Placement) -> None:
+    call, text = OF_THE_USER[what]
+
+    def f(mesh):
+        x = make(X, mesh, [placed])
+        before = x.to_local().clone()
+        with pytest.raises(MixedTensorError, match="plain") as caught:
+            call(x)
+        assert text in str(caught.value), caught.value
+        assert torch.equal(x.to_local(), before)
+
+    on(2, f)
+
+
+def test_ranks_that_made_different_tensors_refuse_together() -> None:
+    def f(mesh):
+        torch.manual_seed(mesh.get_rank())
+        x = make(X, mesh, [R, R])
+        with pytest.raises(MixedTensorError, match="do not hold the same values"):
+            torch.svd_lowrank(x, q=2)
+        assert make(torch.ones(3), mesh, [P, P]).full_tensor().sum() == 3  # still in step
+
+    on(4, f, (2, 2))
+
+
+class _Doubled(torch.autograd.Function):
+    """A user's function whose backward does `how(grad, rank)`; two outputs, one of them unused."""
+
+    how: Callable[..., torch.Tensor]
+
+    @staticmethod
+    def forward(ctx, x, how, rank):
+        ctx.how, ctx.rank = how, rank
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, g, unused):
+        return ctx.how(g, unused, ctx.rank), None, None
+
+
+@pytest.mark.parametrize(
+    ("how", "right"),
+    [
+        (lambda g, unused, r: 2 * g + 3 * unused, True),
+        (lambda g, unused, r: g * torch.ones(5, 4), False),
+        (lambda g, unused, r: g * torch.full((5, 4), float(r)), False),
+        (lambda g, unused, r: torch.cat([g[:3], torch.full((2, 4), float(r))]), False),
+    ],
+    ids=["zeros of autograd", "a user's tensor", "zero on one rank only", "differs by rank"],
+)
+def test_plain_tensors_in_a_users_backward(how: Callable[..., torch.Tensor], right: bool) -> None:
+    def f(mesh):
+        x = make(X, mesh, [R]).requires_grad_()
+        loss = _Doubled.apply(x, how, mesh.get_rank())[0].sum()
+        if right:
+            loss.backward()
+            assert x.grad.full_tensor().eq(2).all()
+        else:
+            with pytest.raises(MixedTensorError):
+                loss.backward()
+
+    on(2, f)
+
+
+def test_numbers_and_parts_of_one_element() -> None:
+    """A 0-d or one-element tensor is a number, unless it may be a rank's part: then the ranks decide together."""
+
+    def f(mesh):
+        x = make(torch.arange(3.0), mesh, [S0])
+        assert (x + torch.tensor(0.5)).full_tensor().tolist() == [0.5, 1.5, 2.5]
+        assert (x + torch.tensor([0.5])).full_tensor().tolist() == [0.5, 1.5, 2.5]
+        with pytest.raises(MixedTensorError):
+            x + x.to_local()
+
+    on(2, f)
+    on(3, f)
+
+
+def test_counts_tell_torchs_tensors_from_the_users() -> None:
+    (fresh, base_fresh), (held, base_held) = plain_origin._counts()
+    assert fresh < held and base_fresh < base_held
+
+
+# ------------------------------------------------------------ as_strided and resize_
+@pytest.mark.parametrize("sample", [*samples_strided.SAMPLES, *samples_strided.WRITES], ids=lambda s: s.name)
+def test_as_strided(sample: Sample) -> None:
+    for shape in ((3,), (2, 2)):
+        check_layouts(sample, shape, limit=12).must_hold()
+    if not sample.inplace:
+        check_strategies(sample, (3,), limit=12).must_hold()
+
+
+def test_as_strided_beyond_the_tensor_is_refused() -> None:
+    def f(mesh):
+        x = make(rand(4, 5), mesh, [S0])
+        with pytest.raises(LayoutError, match="not the tensor's own"):
+            x[:2].as_strided((4, 4), (5, 1))
+
+    on(2, f)
+
+
+def test_resize_of_replicated_tensors() -> None:
+    def f(mesh):
+        x = make(torch.arange(12.0).view(4, 3), mesh, [R])
+        assert x.resize_(6, 2) is x and x.shape == (6, 2) and x.stride() == (2, 1)
+        assert (x + 1).full_tensor().tolist() == (torch.arange(12.0).view(6, 2) + 1).tolist()
+        x.resize_as_(make(torch.zeros(2, 2), mesh, [R]))
+        assert x.full_tensor().tolist() == [[0, 1], [2, 3]]
+        with pytest.raises(LayoutError, match="resize_"):
+            make(rand(4, 3), mesh, [S0]).resize_(3, 3)
+
+    on(2, f)
+
+
+def test_an_op_of_another_library_is_refused_with_a_rule_to_paste() -> None:
+    torch.library.define("shardwright_fallback::twice", "(Tensor a) -> Tensor")
+    torch.library.impl("shardwright_fallback::twice", "CPU", lambda a: a * 2)
+    torch.library.register_fake("shardwright_fallback::twice", lambda a: torch.empty_like(a))
+
+    def f(mesh):
+        with pytest.raises(NoRuleError, match=r"registry.register\('shardwright_fallback.twice'"):
+            torch.ops.shardwright_fallback.twice(make(rand(4), mesh, [S0]))
+        assert torch.equal(torch.ops.shardwright_fallback.twice(torch.ones(2)), torch.full((2,), 2.0))
+
+    on(2, f)
+    assert "shardwright_fallback.twice" not in registry.entries()
