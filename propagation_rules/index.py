@@ -21,7 +21,7 @@ import torch
 from dtensor.factors import Rule, linear, passes
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.index_kernels import reading, writing
+from propagation_rules.index_kernels import checked, reading, writing
 from propagation_rules.labelled import every_dim, labelled, shares_value
 from propagation_rules.scatter import put_at_mask
 
@@ -40,7 +40,7 @@ def _pointed(call: Call, rule: Rule) -> list[int]:
 
 
 def _reads(call: Call, rule: Rule) -> Rule:
-    out = call.outputs[0]
+    out, rule = call.outputs[0], checked(call, rule)
     if out is None:
         return rule
     how = "bor" if out.dtype == torch.bool else "sum"
@@ -48,7 +48,7 @@ def _reads(call: Call, rule: Rule) -> Rule:
 
 
 def _writes(call: Call, rule: Rule) -> Rule:
-    return replace(rule, kernels=writing(_pointed(call, rule)))
+    return replace(checked(call, rule), kernels=writing(_pointed(call, rule)))
 
 
 # ------------------------------------------------------------ one dim, a 1-d index

@@ -9,18 +9,21 @@ The indices are whole on these axes, the dims that they point into may have any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dtensor.factors import Kernel
+from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
+from dtensor.registry import Call
+from dtensor.spec import Spec
 from propagation_rules.classes import local_slots
+from propagation_rules.empty_shards import is_empty_shard
 from propagation_rules.labelled import share_of
 
-__all__ = ["reading", "writing"]
+__all__ = ["checked", "reading", "writing"]
 
 
 def writing(factors: Iterable[int]) -> tuple[Kernel, ...]:
@@ -33,6 +36,42 @@ def reading(factors: Iterable[int], elements: int, how: str = "sum") -> tuple[Ke
     """The kernel of ops that read `elements` at indices; its cost counts the sum (or other reduction) to follow."""
     cut = frozenset(factors)
     return (Kernel("read", cut, (how,), _read, elements, 1),) if cut else ()
+
+
+def checked(call: Call, rule: Rule) -> Rule:
+    """`rule`, whose local op also fails on a bad index where its shard is empty, as it does on the other ranks.
+
+    Of nothing torch reads nothing and looks at no index.
+    """
+    names = [a.name for a in call.op._schema.arguments]
+    at = next(i for i, name in enumerate(names) if name in ("index", "indices"))
+    sizes = call.inputs[0].shape
+
+    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
+        inner = rule.bind(ins, outs) if rule.bind else None
+        if not is_empty_shard(ins[0]) or ins[0].mesh.device_type != "cpu":
+            return inner
+
+        def run(*args: Any, **kwargs: Any) -> object:
+            given = args[at] if at < len(args) else kwargs[names[at]]
+            many = enumerate(given) if isinstance(given, (list, tuple)) else [(call.dim(), given)]
+            for d, index in many:
+                if isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
+                    _check(call, index, d, sizes[d])
+            return (inner or call.op)(*args, **kwargs)
+
+        return run
+
+    return replace(rule, bind=bind)
+
+
+def _check(call: Call, index: torch.Tensor, dim: int, n: int) -> None:
+    """IndexError for an index out of range; on accelerators a failed device assertion."""
+    bad = (index >= n) | (index < -n)
+    if index.device.type != "cpu":
+        torch._assert_async(~bad.any())
+    elif bool(bad.any()):
+        raise IndexError(f"{call.op}: index {int(index[bad][0])} is out of bounds for dim {dim} of size {n}")
 
 
 def _call(ctx: KernelContext, given: Mapping[str, Any]) -> torch.Tensor:
@@ -58,12 +97,7 @@ def _slots(ctx: KernelContext, dim: int, index: torch.Tensor) -> tuple[torch.Ten
     if runs == ((0, n),):
         return None
     index = index.long()
-    bad = (index >= n) | (index < -n)
-    if index.device.type == "cpu":
-        if bool(bad.any()):
-            raise IndexError(f"{ctx.call.op}: index {int(index[bad][0])} is out of bounds for dim {dim} of size {n}")
-    else:
-        torch._assert_async(~bad.any())
+    _check(ctx.call, index, dim, n)
     return local_slots(torch.where(index < 0, index + n, index), runs)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from laws import Sample, check_layouts, check_strategies
+import torch
+from laws import Sample, check_layouts, check_strategies, make, rand
 from samples_numeric import LAYOUTS_ONLY, SAMPLES
+
+from dtensor import Replicate, Shard, init_device_mesh, simulate
 
 
 @pytest.mark.parametrize("sample", [*SAMPLES, *LAYOUTS_ONLY], ids=lambda s: s.name)
@@ -19,3 +25,43 @@ def test_strategies(sample: Sample) -> None:
     """Every derived strategy gives the plain result."""
     report = check_strategies(sample, (2, 3), limit=12)
     assert not report.wrong, "\n".join(report.wrong[:10])
+
+
+BAD_INDEX: dict[str, Callable[[Any, Any], Any]] = {
+    "index": lambda x, i: x[:, i],
+    "index_add": lambda x, i: x.index_add(1, i, x[:, :1]),
+    "index_copy": lambda x, i: x.index_copy(1, i, x[:, :1]),
+    "index_fill": lambda x, i: x.index_fill(1, i, 2.0),
+    "index_select": lambda x, i: x.index_select(1, i),
+    "select on the cut dim": lambda x, i: x.t().index_select(0, i),
+    "take": lambda x, i: x.take(i + 20),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDEX)
+def test_a_bad_index_fails_on_all_ranks(name: str) -> None:
+    """Also on those whose shard is empty, and on those that do not hold what a good index would point to."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        x, i = (make(t, mesh, [p]) for t, p in ((rand(2, 5), Shard(0)), (torch.tensor([7]), Replicate())))
+        with pytest.raises((IndexError, RuntimeError), match="range|bounds"):
+            BAD_INDEX[name](x, i)
+
+    simulate(4)(run)
+
+
+def test_a_bad_matrix_fails_on_all_ranks() -> None:
+    """Decompositions fail together, although one rank alone holds the matrix that does not converge."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        bad = torch.eye(3).repeat(2, 1, 1)
+        bad[1, 0, 0] = float("nan")
+        for decompose in (torch.linalg.svdvals, torch.linalg.pinv, torch.linalg.eig):
+            with pytest.raises(torch.linalg.LinAlgError):
+                decompose(make(bad, mesh, [Shard(0)]))
+        with pytest.raises(torch.linalg.LinAlgError):
+            torch.linalg.cholesky(make(-torch.eye(2).repeat(2, 1, 1), mesh, [Shard(0)]))
+
+    simulate(2)(run)
