@@ -6,12 +6,14 @@ JOBS ?= 2
 DEMO ?=
 # More arguments for pytest, e.g. make test-fast TESTS="tests/test_spec.py -x"
 TESTS ?=
+# More arguments for the sweep, e.g. make sweep JOBS=8 SWEEP="--json found.json"
+SWEEP ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-fast lint bench clean
+.PHONY: demo test test-fast lint golden sweep bench clean
 
 # torch first and by its exact version: an open range may fetch another build of several GB.
 $(STAMP): pyproject.toml constraints.txt
@@ -34,6 +36,14 @@ test: lint
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not processes" $(TESTS)
+
+# All rules as one text file, which a test compares: run this after a change of rules and read the diff.
+golden: $(STAMP)
+	$(BIN)/python -m propagation_rules list > docs/rules.txt
+
+# Every rule against numbers on the calls that torch's database of operators leads to.
+sweep: $(STAMP)
+	$(BIN)/python -m propagation_rules check --all --keys --jobs $(JOBS) --missing-to docs/missing.md $(SWEEP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -19,9 +19,10 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from propagation_rules.proof import count, listing, samples, shown, sweep
+from propagation_rules.proof import count, listing, reasons, samples, shown, sweep
 from propagation_rules.proof.recorded import Op, RecordedCall
 
 
@@ -111,7 +112,7 @@ def run_check(options: argparse.Namespace) -> int:
     """Check ops; 1 when something is wrong, 2 when nothing could be checked."""
     settings = sweep.Settings(
         tuple(tuple(int(n) for n in m.split("x")) for m in options.mesh) or sweep.Settings().meshes,
-        options.limit, not options.wrong_only,
+        options.limit, not options.wrong_only, options.keys,
     )  # fmt: skip
     if options.all:
         calls = samples.every_call(options.calls, sys.stderr)
@@ -131,6 +132,8 @@ def run_check(options: argparse.Namespace) -> int:
     print(sweep.written_summary(reports))
     if options.json:
         sweep.write_json(reports, options.json)
+    if options.missing_to:
+        Path(options.missing_to).write_text(reasons.written_missing(reports))
     return int(any(r.wrong for r in reports))
 
 
@@ -167,7 +170,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--limit", type=int, default=48, help="strategies a call and mesh (48)")
     one.add_argument("--mesh", nargs="+", default=[], metavar="2x3", help="meshes (2 3 2x2 2x3)")
     one.add_argument("--wrong-only", action="store_true", help="do not look for missing rows")
+    one.add_argument("--keys", action="store_true", help="vary the static arguments too: stale plans are wrong")
     one.add_argument("--json", metavar="FILE", help="write all findings there")
+    one.add_argument("--missing-to", metavar="FILE", help="write the missing rows with their reasons there")
     call_options(one)
     return top
 

@@ -5,6 +5,8 @@
     samples     calls from torch's database of operators, or from shapes given
     truth       every strategy of a rule gives the plain op's value
     missing     rows that would be right without communication and that a rule does not offer
+    keys        arguments that matter are in the key of a cached plan
+    reasons     why missing rows are missing
     sweep       many ops in several processes, a summary
     count       which overloads the rules cover, and what they cost in lines
     listing     all rules as text

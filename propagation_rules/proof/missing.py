@@ -235,12 +235,18 @@ def _moved(t: torch.Tensor) -> torch.Tensor:
     return t + 0.375 if t.is_floating_point() or t.is_complex() else t
 
 
+def _sunk(t: torch.Tensor) -> torch.Tensor:
+    return t - 0.625 if t.is_floating_point() or t.is_complex() else t
+
+
 def _shuffled(t: torch.Tensor) -> torch.Tensor:
     g = torch.Generator().manual_seed(t.numel())
     return t.flatten()[torch.randperm(t.numel(), generator=g)].reshape(t.shape)
 
 
-VARIANTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (_shuffled, _negated, _scaled, _moved, with_nan)
+VARIANTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    _shuffled, _negated, _scaled, _moved, _sunk, with_nan,
+)  # fmt: skip
 
 
 def other_numbers(call: RecordedCall, info: hot.OpInfo) -> RecordedCall:
@@ -262,7 +268,7 @@ def _trials(call: RecordedCall, info: hot.OpInfo) -> list[_Trial]:
     if not first or any(t.numel() == 0 for t in first):
         return []
     told = [bool(t.isfinite().all()) for t in first]
-    calls = [(call, first)]
+    calls, plain = [(call, first)], [first]
     others = [(call.with_tensors([change(t) for t in call.tensors]), change is with_nan) for change in VARIANTS]
     others.append((other_numbers(call, info), False))
     for other, spoilt in others:
@@ -274,7 +280,8 @@ def _trials(call: RecordedCall, info: hot.OpInfo) -> list[_Trial]:
             bool(t.isfinite().all()) or not was or spoilt for t, was in zip(got, told, strict=True)
         ):
             calls.append((other, got))
-    if len(calls) < 2 or not all(map(_says_something, zip(*(got for _, got in calls), strict=True))):
+            plain += [] if spoilt else [got]
+    if len(calls) < 2 or not all(map(_says_something, zip(*plain, strict=True))):
         return []
     trials = []
     for k in (2, 3):

@@ -67,9 +67,10 @@ def _pending_part(t: torch.Tensor, op: str, k: int, r: int, seed: int) -> torch.
     if op in ("max", "min"):
         winner = (torch.arange(max(t.numel(), 1))[: t.numel()].reshape(t.shape) + seed) % k
         off = noise[r].abs() + 1
-        if t.is_floating_point():  # NaN, and the infinity that wins, lie on one position only
-            low = -math.inf if op == "max" else 0.0
-            t, mine = t.nan_to_num(0.0, math.inf if op == "min" else 0.0, low), t
+        if t.is_floating_point():  # NaN, and the infinity that wins, lie on one position only;
+            away, low = 2 * off if op == "max" else -2 * off, -math.inf if op == "max" else 0.0
+            mine = t
+            t = torch.where(t.isnan(), away, t.nan_to_num(0.0, math.inf if op == "min" else 0.0, low))
         else:
             mine = t
         return torch.where(winner == r, mine, t - off if op == "max" else t + off)

@@ -122,6 +122,6 @@ def _label(choice: Choice) -> str:
 def _places(wants: tuple[Want, ...], tensors: tuple[Dims, ...], start: State) -> list[str]:
     def one(want: Want, dims: Dims) -> str:
         p = start.placement(dims, want) if isinstance(want, int) else want
-        return "P" if p == Partial("sum") else str(p)
+        return "as is" if p is None else "P" if p == Partial("sum") else str(p)
 
     return [one(w, d) for w, d in zip(wants, tensors, strict=True)]

@@ -1,7 +1,9 @@
 """Checking many ops: one report an overload, several processes, a progress bar, a summary.
 
-The calls are collected once; worker processes are forked, so that they have them already. A worker that dies or
-does not come back is a finding like any other: it names the overload and the sweep goes on.
+The calls are collected once; a process is forked for every overload, so that it has them already. One that dies or
+does not come back is a finding like any other: it names the overload and the sweep goes on. What is tried with
+arguments that nobody would give (the search for missing rows and for stale plans) comes last: some of torch's ops do
+not check them and write where they should not, which says nothing about a rule.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import multiprocessing
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +22,7 @@ from typing import Any, TextIO
 
 import torch
 
+from propagation_rules.proof.keys import stale_plans
 from propagation_rules.proof.missing import merged, missing_rows
 from propagation_rules.proof.recorded import RecordedCall, with_nan
 from propagation_rules.proof.truth import MESHES, check_call
@@ -28,11 +32,12 @@ __all__ = ["OpReport", "Settings", "check_overload", "sweep", "write_json", "wri
 
 @dataclass(frozen=True)
 class Settings:
-    """What a sweep does: meshes, strategies a call and mesh, whether missing rows are looked for, seconds an op."""
+    """Meshes, strategies a call and mesh, whether missing rows and keys of plans are looked at, seconds an overload."""
 
     meshes: tuple[tuple[int, ...], ...] = MESHES
     limit: int = 48
     missing: bool = True
+    keys: bool = False
     seconds: float = 300.0
 
 
@@ -40,7 +45,8 @@ class Settings:
 class OpReport:
     """What was found about one overload.
 
-    `wrong` holds a line each; `missing` maps a row to the number of calls it would be right for and an example.
+    `wrong` holds a line each; `missing` maps a row to the number of calls it would be right for and an example;
+    `unpriced` names kernels that communicate and do not say so.
     """
 
     name: str
@@ -49,11 +55,18 @@ class OpReport:
     wrong: list[str] = field(default_factory=list)
     missing: dict[str, tuple[int, str]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    unpriced: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def check_overload(name: str, calls: Sequence[RecordedCall], settings: Settings = Settings()) -> OpReport:  # noqa: B008
     """Truth of all strategies for these calls of one overload, and the rows that its rule misses."""
+    *_, report = _stages(name, calls, settings)
+    return report
+
+
+def _stages(name: str, calls: Sequence[RecordedCall], settings: Settings) -> Iterator[OpReport]:
+    """The report after the law of truth, then the whole one."""
     torch.set_num_threads(1)
     start = time.monotonic()
     report = OpReport(name, len(calls))
@@ -67,14 +80,20 @@ def check_overload(name: str, calls: Sequence[RecordedCall], settings: Settings 
                 skipped[outcome.skipped] += not note
                 break
             report.right += outcome.right
+            report.unpriced = sorted({*report.unpriced, *outcome.unpriced})
             report.wrong += [f"{call}{note} on {mesh}: {w}" for w in outcome.wrong]
+    report.skipped = dict(+skipped)
+    yield report
+    for call in calls:
         if settings.missing:
             for row in merged(missing_rows(call)):
                 count, example = report.missing.get(row, (0, str(call)))
                 report.missing[row] = count + 1, example
-    report.skipped = dict(skipped)
+    for call in calls:
+        if settings.keys:
+            report.wrong += [f"stale plan: {w}" for w in stale_plans(call)]
     report.seconds = round(time.monotonic() - start, 3)
-    return report
+    yield report
 
 
 # ------------------------------------------------------------ processes
@@ -84,59 +103,74 @@ def sweep(
 ) -> list[OpReport]:  # fmt: skip
     """A report of every overload in `calls`, by name; progress is told on `out` (default: standard error)."""
     out = sys.stderr if out is None else out
-    names = sorted(calls, key=lambda n: -len(calls[n]))
     reports: list[OpReport] = []
-    bar = _Progress(len(names), out)
-    for report in _run(lambda n: check_overload(n, calls[n], settings), names, jobs, settings.seconds):
+    bar = _Progress(len(calls), out)
+    for report in _run(lambda n: _stages(n, calls[n], settings), sorted(calls), max(jobs, 1), settings.seconds):
         reports.append(report)
         bar.show(report)
     bar.end()
     return sorted(reports, key=lambda r: r.name)
 
 
-def _run(f: Callable[[str], OpReport], names: Sequence[str], jobs: int, seconds: float) -> Iterator[OpReport]:
-    if jobs <= 1 or "fork" not in multiprocessing.get_all_start_methods():
-        yield from map(f, names)
+@dataclass
+class _Running:
+    process: Any
+    name: str
+    start: float
+    report: OpReport | None = None
+
+
+def _run(
+    stages: Callable[[str], Iterator[OpReport]], names: Sequence[str], jobs: int, seconds: float
+) -> Iterator[OpReport]:
+    """The last report of every name, from `jobs` processes; from this one where processes cannot be forked."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        yield from ([*stages(n)][-1] for n in names)
         return
+    fork = multiprocessing.get_context("fork")
     left = list(reversed(names))
-    busy: dict[Connection, tuple[Any, str, float]] = {}
+    busy: dict[Connection, _Running] = {}
     while left or busy:
         while left and len(busy) < jobs:
             name = left.pop()
             ours, theirs = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("fork").Process(target=_work, args=(f, name, theirs), daemon=True)
+            process = fork.Process(target=_work, args=(stages, name, theirs), daemon=True)
             process.start()
             theirs.close()
-            busy[ours] = process, name, time.monotonic()
-        ready = wait(list(busy), timeout=1.0)
-        for pipe in [c for c in busy if c in ready]:
-            process, name, _ = busy.pop(pipe)
+            busy[ours] = _Running(process, name, time.monotonic())
+        for pipe in wait(list(busy), timeout=1.0):
+            assert isinstance(pipe, Connection)
             try:
-                report: OpReport = pipe.recv()
+                busy[pipe].report = pipe.recv()
             except EOFError:
-                process.join()
-                report = OpReport(name, wrong=[f"{name}: the process ended with exit status {process.exitcode}"])
-            pipe.close()
-            process.join()
-            yield report
-        for pipe, (process, name, start) in list(busy.items()):
-            if time.monotonic() - start > seconds:
-                busy.pop(pipe)
-                process.kill()
-                process.join()
+                busy[pipe].process.join()
+                yield _ended(busy.pop(pipe))
                 pipe.close()
-                yield OpReport(name, wrong=[f"{name}: no answer within {seconds:.0f} seconds"])
+        for pipe, running in list(busy.items()):
+            if time.monotonic() - running.start > seconds:
+                running.process.kill()
+                running.process.join()
+                yield _ended(busy.pop(pipe), f"no answer within {seconds:.0f} seconds")
+                pipe.close()
 
 
-def _work(f: Callable[[str], OpReport], name: str, pipe: Connection) -> None:
-    import warnings
+def _ended(running: _Running, why: str = "") -> OpReport:
+    status = running.process.exitcode
+    why = why or (f"the process ended with exit status {status}" if status else "")
+    if running.report is None:
+        return OpReport(running.name, wrong=[f"{running.name}: {why or 'no report'}"])
+    if why:
+        running.report.skipped[f"looking for missing rows or stale plans: {why}"] = 1
+    return running.report
 
+
+def _work(stages: Callable[[str], Iterator[OpReport]], name: str, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     try:
-        report = f(name)
+        for report in stages(name):
+            pipe.send(report)
     except Exception as e:
-        report = OpReport(name, wrong=[f"{name}: the check itself raises {type(e).__name__}: {e}"])
-    pipe.send(report)
+        pipe.send(OpReport(name, wrong=[f"{name}: the check itself raises {type(e).__name__}: {e}"]))
     pipe.close()
 
 
@@ -184,11 +218,15 @@ def written_summary(reports: Sequence[OpReport], most: int = 8) -> str:
         f"in {sum(bool(r.wrong) for r in reports)} overloads, "
         f"rows missing in {sum(bool(r.missing) for r in reports)}"
     )
+    unpriced = sorted({f"{k} ({r.name})" for r in reports for k in r.unpriced})
+    if unpriced:
+        lines.append(f"kernels that communicate and state no price: {', '.join(unpriced)}")
     why: Counter[str] = Counter()
     for r in reports:
         if r not in checked:
-            why[max(r.skipped, key=r.skipped.__getitem__) if r.skipped else "no strategy but replication"] += 1
-    lines += [f"    {n:4d} not checked: {reason}" for reason, n in why.most_common()]
+            why["not checked: " + (next(iter(r.skipped)) if r.skipped else "no strategy but replication")] += 1
+        why.update(reason for reason in r.skipped if reason.startswith("looking"))
+    lines += [f"    {n:4d} {reason}" for reason, n in why.most_common()]
     return "\n".join(lines)
 
 

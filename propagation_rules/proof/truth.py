@@ -27,6 +27,7 @@ import dtensor
 from dtensor import DeviceMesh, DTensor, init_device_mesh
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
+from dtensor.comm import observers
 from dtensor.dispatch_call import make_call, output_metas
 from dtensor.dispatch_writes import kept
 from dtensor.errors import LayoutError, NoRuleError
@@ -39,17 +40,21 @@ from propagation_rules.proof.recorded import RecordedCall, map_tensors, plain_re
 __all__ = ["MESHES", "Outcome", "check_call", "skip_reason", "wrapped"]
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2), (2, 3))
-MOST_LISTED = 600
+MOST_LISTED = 250
 """Strategies of one call that are listed before some of them are chosen."""
 
 
 @dataclass
 class Outcome:
-    """What one call on one mesh showed: strategies that were right, those that were wrong, why it was skipped."""
+    """What one call on one mesh showed: strategies that were right, those that were wrong, why it was skipped.
+
+    `unpriced`: kernels that communicate although their rule says that they do not, so that they seem free.
+    """
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)
     skipped: str = ""
+    unpriced: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -63,6 +68,7 @@ class _Run:
     left: tuple[torch.Tensor, ...] = ()
     error: str = ""
     refused: bool = False
+    unpriced: str = ""
 
 
 def check_call(call: RecordedCall, mesh_shape: Sequence[int], limit: int = 48) -> Outcome:
@@ -82,6 +88,7 @@ def check_call(call: RecordedCall, mesh_shape: Sequence[int], limit: int = 48) -
         return Outcome(skipped=per_rank[0])
     outcome = Outcome()
     for runs in zip(*per_rank, strict=True):
+        outcome.unpriced |= {r.unpriced for r in runs if r.unpriced}
         bad = _judge(runs, want, after.tensors)
         if bad is None:
             continue
@@ -130,7 +137,7 @@ def _judge(runs: Sequence[_Run], want: Sequence[torch.Tensor], after: Sequence[t
         return None
     for at, r in enumerate(runs):
         if r.error:
-            return f"rank {at} raises {r.error}"
+            return f"rank {at} {r.error}"
     specs = [s for s in runs[0].specs if s is not None]
     for i, (spec, ref) in enumerate(zip(specs, want, strict=False)):
         bad = _part_differs(spec, [r.parts[i] for r in runs], ref)
@@ -175,7 +182,7 @@ def _one_by_one(ranks: Any, call: RecordedCall, shape: tuple[int, ...], limit: i
             got = ranks(_on_rank, call, shape, limit, i)
         except Exception as e:
             first = str(e).splitlines()[0]
-            got = [[_Run(f"strategy {i}", error=f"{type(e).__name__}: {first}")] for _ in range(n)]
+            got = [[_Run(f"strategy {i}", error=f"raises {type(e).__name__}: {first}")] for _ in range(n)]
             if "list" in hot.OpInfo(call.op).kind or i > 2 * limit - 2:
                 return got
         if isinstance(got[0], str) or not got[0]:
@@ -266,9 +273,9 @@ class _Given:
             return self._run(decision, text)
         except (LayoutError, NoRuleError, NotImplementedError) as e:
             fault = "fault of the rule" in str(e)
-            return _Run(text, error=f"{type(e).__name__}: {_first(e)}", refused=not fault)
+            return _Run(text, error=f"raises {type(e).__name__}: {_first(e)}", refused=not fault)
         except Exception as e:
-            return _Run(text, error=f"{type(e).__name__}: {_first(e)}")
+            return _Run(text, error=f"raises {type(e).__name__}: {_first(e)}")
 
     def _run(self, decision: Decision, text: str) -> _Run:
         call = self.call
@@ -278,7 +285,16 @@ class _Given:
         names = [a.name for a in call.op._schema.arguments][: len(args)]
         plan = hot.Plan(self.info, given, decision, self.structure, names)
         local, named = map_tensors(_local, (list(args), dict(kwargs)))
-        got = plan.execute(local, named, args)
+        sent: list[str] = []
+        unpriced = ""
+        watch = lambda kind, ranks, received, itemsize: sent.append(kind)  # noqa: E731
+        observers.append(watch)
+        try:
+            got = plan.execute(local, named, args)
+        finally:
+            observers.remove(watch)
+        if sent and not plan.moves and not (decision.kernel is not None and decision.kernel.collectives):
+            unpriced = decision.kernel.name if decision.kernel is not None else "local"
         own = plan.kernel is None and plan.run is self.info.run
         actual = slow.actual_outputs(decision, got) if own and not self.info.written else decision
         specs = tuple(None if s is None else Spec.make(self.mesh, s.placements, *s.tensor_meta) for s in actual.outputs)
@@ -288,7 +304,7 @@ class _Given:
         for i in kept(self.info, given):
             written.append(decision.inputs[i])
             left += [torch.tensor(i), tensors[i]._local_tensor.detach()]
-        return _Run(text, specs, tuple(written), parts, tuple(left))
+        return _Run(text, specs, tuple(written), parts, tuple(left), unpriced=unpriced)
 
 
 def _first(e: BaseException) -> str:
@@ -349,7 +365,7 @@ def _run_lists(call: RecordedCall, mesh: DeviceMesh) -> list[_Run]:
             runs.append(_Run(text, error=_first(e), refused=True))
             continue
         except Exception as e:
-            runs.append(_Run(text, error=f"{type(e).__name__}: {_first(e)}"))
+            runs.append(_Run(text, error=f"raises {type(e).__name__}: {_first(e)}"))
             continue
         outs = list(_dtensors(got)) if call.op._schema.returns else []
         tensors = list(_dtensors((args, kwargs)))
