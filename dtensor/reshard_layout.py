@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtensor.cost import CostModel
-from dtensor.placement import Shard, StridedShard
+from dtensor.placement import Partial, Replicate, Shard, StridedShard
 from dtensor.reshard_step import Layout, Step
 
-__all__ = ["Path", "Space", "is_cut", "one_shot"]
+__all__ = ["Path", "Space", "is_cut"]
 
+Pieces = tuple[tuple[int, int], ...]
+"""Digits of an index, major first, as (stride, size)."""
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """Per dim, the (axis, split factor) that cut it, in order; split factor 0 for a plain shard."""
 Path = tuple[float, tuple[Step, ...]]
 """Seconds, and the steps that take them."""
 
-_EVEN = 1.05
-"""Shards of several axes are gathered up to this many times the bytes that are wanted."""
+_REPLICATE = Replicate()
 
 
 def is_cut(p: object) -> bool:
@@ -39,12 +40,13 @@ class Space:
         model: gives the costs.
     """
 
-    __slots__ = ("_cuts", "_dims", "itemsize", "model", "shape", "sizes")
+    __slots__ = ("_cuts", "_digits", "_dims", "itemsize", "model", "shape", "sizes")
 
     def __init__(self, sizes: Sequence[int], shape: Sequence[int], itemsize: int, model: CostModel) -> None:
         self.sizes, self.shape, self.itemsize, self.model = tuple(sizes), tuple(shape), itemsize, model
         self._cuts: dict[Layout, Cuts] = {}
         self._dims: dict[Layout, tuple[int, ...]] = {}
+        self._digits: dict[tuple[int, tuple[tuple[int, int], ...]], dict[int, Pieces] | None] = {}
 
     def cuts(self, layout: Layout) -> Cuts:
         """Which axes cut each dim."""
@@ -85,6 +87,76 @@ class Space:
             n *= size
         return n
 
+    def digits(self, n: int, cuts: tuple[tuple[int, int], ...]) -> dict[int, Pieces] | None:
+        """What each axis fixes of the index of a dim of `n`: its digits. None where the cuts leave uneven shards.
+
+            16 by axis 0 (2), axis 1 (4)             index = 8 * a + 2 * b + c         {0: ((8, 2),), 1: ((2, 4),)}
+            16 by axis 1 (4) with split factor 2     index = 8 * a + 2 * b + c         {1: ((2, 4),)}
+
+        So a cut that skips what another axis would have cut first is seen to be the same cut.
+        """
+        key = (n, cuts)
+        if key in self._digits:
+            return self._digits[key]
+        free: Pieces | None = ((1, n),)
+        out: dict[int, Pieces] | None = {}
+        for axis, factor in cuts:
+            split = _split_digits(free or (), factor or 1)
+            rest = None if split is None else _split_digits(split[1], self.sizes[axis])
+            if split is None or rest is None:
+                out = None
+                break
+            assert out is not None
+            out[axis] = rest[0]
+            free = _joined(split[0] + rest[1])
+        self._digits[key] = out
+        return out
+
+    def kept(self, src: Layout, dst: Layout) -> int:
+        """Bytes of a shard of `dst` that the rank holds in `src` which lacks most: none where cuts cross.
+
+        Where the axes that only cut `src` have no say in `dst`, the rank of the largest shard may hold least.
+        """
+        n = self.itemsize
+        cut = {axis for cuts in self.cuts(dst) for axis, _ in cuts}
+        for size, s, t, one, other in zip(self.shape, self.cuts(src), self.cuts(dst), self.dims(src), self.dims(dst)):
+            if not s or not t:
+                if len(s) and not any(axis in cut for axis, _ in s):
+                    one = self._smallest(size, s, 0)
+                n *= min(one, other)
+                continue
+            have, want = self.digits(size, s), self.digits(size, t)
+            if have is not None and want is not None:
+                m = one
+                for axis, pieces in want.items():
+                    if have.get(axis) == pieces:
+                        continue
+                    if any(_cross(pieces, p) for p in have.values()):
+                        return 0
+                    for _, k in pieces:
+                        m //= k
+                n *= m
+                continue
+            if s[: len(t)] != t[: len(s)]:
+                return 0
+            if len(s) > len(t) and not any(axis in cut for axis, _ in s[len(t) :]):
+                one = self._smallest(size, s, len(t))
+            n *= min(one, other)
+        return n
+
+    def _smallest(self, n: int, cuts: tuple[tuple[int, int], ...], largest: int = 0) -> int:
+        """A dim of the last shard, of the first one along the `largest` first cuts. Split factors count as plain."""
+        for i, (axis, _) in enumerate(cuts):
+            k = self.sizes[axis]
+            n = -(-n // k) if i < largest else max(n - (k - 1) * -(-n // k), 0)
+        return n
+
+    def uneven(self, layout: Layout) -> bool:
+        """True where shards differ in size."""
+        return any(
+            n * self.ranks([a for a, _ in c]) != m for n, c, m in zip(self.dims(layout), self.cuts(layout), self.shape)
+        )
+
     def ranks(self, axes: Sequence[int]) -> int:
         """Positions on `axes` together."""
         k = 1
@@ -93,23 +165,28 @@ class Space:
         return k
 
     def step(self, kind: str, axes: tuple[int, ...], src: Layout, dst: Layout) -> Path:
-        """A step with its bytes and its cost."""
+        """A step with the bytes that the rank receives which receives most, and its cost."""
         k, model = self.ranks(axes), self.model
         if kind == "all_gather":
             n = self.nbytes(src)
             cost, n = model.all_gather(k, n, axes), n * (k - 1)
         elif kind == "all_to_all":
-            n = self.nbytes(dst)
-            cost, n = model.all_to_all(k, n, axes), n * (k - 1) // k
+            n = self.nbytes(dst) - self.kept(src, dst)
+            cost = model.all_to_all(k, n * k / (k - 1), axes)
+        elif kind == "all_to_all_reduce":
+            whole = tuple(_REPLICATE if isinstance(p, Partial) and p is not q else p for p, q in zip(src, dst))
+            parts = self.ranks([a for a in axes if whole[a] is not src[a]])
+            n = self.nbytes(dst) * parts - self.kept(whole, dst)
+            cost = model.all_to_all(k, n * k / (k - 1), axes) + model.local_copy(n) + parts * model.hop
         elif kind == "reduce_scatter":
             n = self.nbytes(dst)
             cost, n = model.reduce_scatter(k, n * k, axes), n * (k - 1)
         elif kind == "all_reduce":
             n = self.nbytes(src)
             cost, n = model.all_reduce(k, n, axes), 2 * n * (k - 1) // k
-        else:
+        else:  # a slice is a view, copied only where nothing follows
             n = self.nbytes(dst)
-            cost = model.local_copy(n)
+            cost = 0.0 if kind == "slice" else model.local_copy(n)
         return cost, (Step(kind, axes, src, dst, n),)
 
     def extends(self, src: Layout, dst: Layout) -> bool:
@@ -117,48 +194,34 @@ class Space:
         return all(t[: len(s)] == s for s, t in zip(self.cuts(src), self.cuts(dst)))
 
 
-def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
-    """At most one collective (and a slice) between layouts whose Partial axes agree.
+def _split_digits(free: Pieces, n: int) -> tuple[Pieces, Pieces] | None:
+    """The major digits of an index that together count to `n`, and the others; None where they do not."""
+    major: list[tuple[int, int]] = []
+    for i, (stride, size) in enumerate(free):
+        if n == 1:
+            return tuple(major), free[i:]
+        if n % size == 0:
+            major.append((stride, size))
+            n //= size
+        elif size % n == 0:
+            major.append((stride * (size // n), n))
+            return tuple(major), ((stride, size // n), *free[i + 1 :])
+        else:
+            return None
+    return (tuple(major), ()) if n == 1 else None
 
-    The axes `over` that must communicate follow from the cuts alone. Where the cuts of a dim begin alike in
-    `src` and `dst`, these axes keep apart what they kept apart; every other axis that cuts `src` has data
-    that ranks elsewhere on it want. Axes that only cut `dst` need none: each position takes its part.
-    Within the ranks along `over` the shards of `src` are disjoint and together hold all that any of them
-    wants, so each element has one source, and every rank receives just what it lacks.
 
-        [S(0), R] -> [R, S(0)]       over = {0}: each takes its part of the axis-0 row
-        [S(0), S(0)] -> [S(0), S(1)] over = {1}: axis 0 comes first in both
-        [S(0), S(0)] -> [R, S(0)]    over = {0, 1}
+def _joined(pieces: Pieces) -> Pieces:
+    """The same digits, neighbours as one."""
+    out: list[tuple[int, int]] = []
+    for stride, size in pieces:
+        if out and out[-1][0] == stride * size:
+            out[-1] = (stride, out[-1][1] * size)
+        elif size > 1:
+            out.append((stride, size))
+    return tuple(out)
 
-    Input: layouts with the same Partial axes. Returns: no steps where the layouts cut alike; a slice where
-    `over` is empty; an all-gather (after a slice) where all ranks along `over` want all that they hold together,
-    unless shards are so uneven that this, which sends the largest size, costs more (on one axis: by a launch) or
-    moves more (on several axes); else an all-to-all with split sizes.
-    """
-    over: set[int] = set()
-    pure = True
-    cut_src, cut_dst = space.cuts(src), space.cuts(dst)
-    for s, t in zip(cut_src, cut_dst):
-        same = 0
-        for one, other in zip(s, t):
-            if one != other:
-                break
-            same += 1
-        if same < len(s):
-            over.update(axis for axis, _ in s[same:])
-            pure = pure and same == len(t)
-    if not over:
-        if cut_src == cut_dst:
-            return 0.0, () if src == dst else (Step("keep", (), src, dst),)
-        return space.step("slice", tuple(a for a, p in enumerate(src) if p is not dst[a]), src, dst)
-    axes = tuple(sorted(over))
-    if pure and not any(is_cut(dst[a]) for a in axes):
-        mid = tuple(p if a in over else dst[a] for a, p in enumerate(src))
-        cost, first = (0.0, ()) if space.cuts(mid) == cut_src else one_shot(space, src, mid)
-        gather, second = space.step("all_gather", axes, mid if first else src, dst)
-        exchange, third = space.step("all_to_all", axes, src, dst)
-        grace = space.model.floor(1, 0) if len(axes) == 1 else 0.0
-        if cost + gather > exchange + grace or (len(axes) > 1 and second[0].nbytes > _EVEN * third[0].nbytes):
-            return exchange, third
-        return cost + gather, first + second
-    return space.step("all_to_all", axes, src, dst)
+
+def _cross(a: Pieces, b: Pieces) -> bool:
+    """True where two sets of digits have something in common."""
+    return any(s < t * m and t < s * n for s, n in a for t, m in b)

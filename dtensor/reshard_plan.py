@@ -63,7 +63,7 @@ from dtensor.spec import Spec
 
 __all__ = ["ReshardPlan", "Step", "plan_reshard"]
 
-_REPLICATE = Replicate()
+_REPLICATE, _SUM = Replicate(), Partial()
 _FILL = {"product": "one_fill", "avg": "keep", "min": "keep", "max": "keep", "band": "keep", "bor": "keep"}
 
 
@@ -139,15 +139,22 @@ def _check(src: Spec, dst: Spec) -> None:
 
 
 def _scale(space: Space, layout: Layout, dst: Spec) -> tuple[Layout, float]:
-    """`layout` with sum and avg exchanged where `dst` asks for it, floating point and complex only.
+    """`layout` with sum and avg exchanged where `dst` asks for it, or avg as sum where both are to be reduced.
+
+    Floating point and complex only.
 
     Returns the layout and the factor: k for each axis that goes from sum to avg, 1/k for each back.
     """
     out, factor, dtype = list(layout), 1.0, dst.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return layout, factor
+    reduced = [p for p, q in zip(layout, dst.placements) if isinstance(p, Partial) and not isinstance(q, Partial)]
     for a, (p, q) in enumerate(zip(layout, dst.placements)):
-        if not (isinstance(p, Partial) and isinstance(q, Partial)) or p is q:
+        if not isinstance(p, Partial) or p is q:
+            continue
+        if not isinstance(q, Partial):
+            if p.reduce_op == "avg" and reduced.count(p) < len(reduced) and space.sizes[a] > 1:
+                out[a], factor = _SUM, factor / space.sizes[a]
             continue
         if p.reduce_op == "sum" and q.reduce_op == "avg":
             out[a], factor = q, factor * space.sizes[a]

@@ -11,15 +11,16 @@ nothing is padded here: parts have the sizes they have.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import cast
 
 import torch
 
 from dtensor.comm import Communicator, Pending
 from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Partial
+from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import unwaited
 from dtensor.reshard_geometry import common, holdings, members, region_shape
 from dtensor.reshard_local import Join, Take
@@ -135,7 +136,8 @@ def _comm(spec: Spec, step: Step) -> Communicator:
 
 
 def _reduce_op(step: Step) -> str:
-    return cast(Partial, step.src[step.axes[0]]).reduce_op
+    pending = [p for a in step.axes if isinstance(p := step.src[a], Partial) and p is not step.dst[a]]
+    return pending[0].reduce_op
 
 
 def _unwaited(result: torch.Tensor | Pending[torch.Tensor]) -> torch.Tensor:
@@ -220,10 +222,45 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     return run
 
 
+def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    """Positions that agree on the pending axes hold disjoint shards of one part; the parts are reduced here."""
+    comm, op = _comm(spec, step), _reduce_op(step)
+    pending = [a for a in step.axes if isinstance(step.src[a], Partial) and step.src[a] is not step.dst[a]]
+    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
+    group = list(members(spec, step.axes, coord))
+    me = group.index(coord)
+    take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
+    into = [common(holdings(spec, step.src, other), want)[1] for other in group]
+    by_part: dict[tuple[int, ...], list[int]] = {}
+    for i, other in enumerate(group):
+        by_part.setdefault(tuple(other[a] for a in pending), []).append(i)
+    joins = [(some, Join([into[i] for i in some], region_shape(want))) for some in by_part.values()]
+    out_shape = region_shape(want)
+    shapes: Sequence[tuple[int, ...]] = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        parts = take(x)
+        mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
+        if async_op:
+            pending = _pending(comm.all_to_all(parts, shapes, async_op=True))
+            mine = mine.clone(memory_format=torch.contiguous_format)
+            return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
+        return finish(comm.all_to_all(parts, shapes), mine)
+
+    def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
+        got[me] = mine
+        if not math.prod(out_shape):
+            return mine.new_empty(out_shape)
+        return reduce_tensors([join([got[i] for i in some]) for some, join in joins], op)
+
+    return run
+
+
 _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
+    "all_to_all_reduce": _all_to_all_reduce,
     "empty": _empty,
     "keep": _keep,
     "one_fill": _fill,

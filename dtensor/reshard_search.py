@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_layout import Path, Space, one_shot
+from dtensor.reshard_layout import Path, Space
+from dtensor.reshard_shot import FEW, one_shot, talkers
 from dtensor.reshard_step import Layout, Step
 
 __all__ = ["cheapest", "move"]
@@ -28,10 +29,18 @@ def move(space: Space, src: Layout, dst: Layout) -> Path:
     Input: the layouts. State: which axes already have their placement of `dst`; an edge brings some more of
     them there in one shot, or replicates them on the way where only two differ. Initial state: none. Every edge
     changes an axis that is not yet as in `dst`, so the search ends. No search is made where one shot is at most
-    what two launches cost.
+    what two launches cost, and none where bytes count first: nothing receives less than one shot.
     Returns: cost and steps.
     """
     direct = one_shot(space, src, dst)
+    if not space.model.by_seconds:
+        return direct
+    if direct[1] and direct[1][-1].kind == "all_to_all":  # which takes longer to start than a gather
+        over = talkers(space, src, dst)[0]
+        via = _replicated(src, over)
+        gather, step = space.step("all_gather", over, src, via)
+        if gather < direct[0]:
+            direct = gather, (*step, *one_shot(space, via, dst)[1])
     differ = [a for a, p in enumerate(src) if p is not dst[a] and space.sizes[a] > 1]
     collectives = [s for s in direct[1] if s.is_collective]
     if len(differ) < 2 or not collectives or direct[0] <= space.model.floor(2, collectives[0].nbytes):
@@ -68,6 +77,8 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
     pending = _pending(space, src, dst)
     if not pending:
         return move(space, src, dst)
+    if not space.model.by_seconds and all(src[a] is src[pending[0]] for a in pending):
+        return _fewest_bytes(space, src, dst, tuple(pending))
     known = float("inf") if len(pending) == 1 else _plain_cost(space, src, dst, pending)
     launch = space.model.floor(1, 0)
     return _search(
@@ -77,6 +88,59 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
         known,
         lambda cur: launch if _pending(space, cur, dst) else 0.0,
     )
+
+
+def _fewest_bytes(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]) -> Path:
+    """The way that takes the fewest collectives, of those within the model's slack of the fewest bytes.
+
+    All pending axes are of one kind. After a slice, which is free, they are reduced whole, or scattered and then
+    moved, or those scattered that `dst` cuts and the others reduced whole; or every rank receives the pending
+    parts of what it wants and reduces them itself. Two reductions of one form are never better than one over the
+    axes together, which receives as much.
+    """
+    sliced = _slice(space, src, dst, list(pending))
+    first: Path = (0.0, ()) if sliced == src else space.step("slice", _changed(src, sliced), src, sliced)
+    reduced = _replicated(sliced, pending)
+    ways = [_then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst)]
+    scattered = _scatter(space, sliced, dst, pending)
+    if scattered is not None:
+        ways.append(_then(space, (first, space.step("reduce_scatter", pending, sliced, scattered)), scattered, dst))
+        if space.uneven(scattered):
+            even = _scatter(space, sliced, None, pending)
+            if even is not None and even != scattered:
+                step = space.step("reduce_scatter", pending, sliced, even)
+                ways.append(_then(space, (first, step), even, dst))
+    cut = tuple([a for a in pending if _dim(dst[a]) >= 0])
+    rest = tuple([a for a in pending if a not in cut])
+    scattered = _scatter(space, sliced, dst, cut) if cut and rest else None
+    if scattered is not None:
+        part = space.step("reduce_scatter", cut, sliced, scattered)
+        reduced = _replicated(scattered, rest)
+        ways.append(_then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
+    if not any(_lands(way, dst) for way in ways):
+        over, _ = talkers(space, _replicated(src, pending), dst)
+        ways.append(space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), src, dst))
+    nbytes = [sum([s.nbytes for s in steps if s.is_collective]) for _, steps in ways]
+    most = min(nbytes) * space.model.slack + FEW
+    return min(
+        [way for way, n in zip(ways, nbytes) if n <= most],
+        key=lambda way: (sum([s.is_collective for s in way[1]]), way[0]),
+    )
+
+
+def _then(space: Space, paths: Iterable[Path], cur: Layout, dst: Layout) -> Path:
+    """`paths`, which lead to `cur`, and one shot from there."""
+    some = [*paths, one_shot(space, cur, dst)]
+    return sum([cost for cost, _ in some]), tuple([step for _, steps in some for step in steps])
+
+
+def _lands(way: Path, dst: Layout) -> bool:
+    """True for a reduce-scatter that leads straight to `dst`: the receivers' own reduction receives as much."""
+    return way[1][-1].kind == "reduce_scatter" and way[1][-1].dst == dst
+
+
+def _replicated(layout: Layout, axes: Sequence[int]) -> Layout:
+    return tuple([_REPLICATE if a in axes else p for a, p in enumerate(layout)])
 
 
 def _plain_cost(space: Space, src: Layout, dst: Layout, pending: list[int]) -> float:
@@ -152,6 +216,9 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
     sliced = _slice(space, cur, dst, pending)
     if sliced != cur:
         yield sliced, space.step("slice", _changed(cur, sliced), cur, sliced)
+    if all(cur[a] is cur[pending[0]] for a in pending):
+        over, _ = talkers(space, _replicated(cur, pending), dst)
+        yield dst, space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), cur, dst)
     two = space.model.floor(2, 0)
     for n in range(len(pending), 0, -1):
         if n < len(pending) and slack < two:
@@ -159,7 +226,7 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
         for axes in itertools.combinations(pending, n):
             if any(cur[a] is not cur[axes[0]] for a in axes):
                 continue
-            reduced = tuple(_REPLICATE if a in axes else p for a, p in enumerate(cur))
+            reduced = _replicated(cur, axes)
             whole = space.step("all_reduce", axes, cur, reduced)
             scattered = _scatter(space, cur, dst, axes)
             if scattered is not None:
@@ -199,13 +266,20 @@ def _slice(space: Space, cur: Layout, dst: Layout, pending: list[int]) -> Layout
     return tuple(nxt)
 
 
-def _scatter(space: Space, cur: Layout, dst: Layout, axes: tuple[int, ...]) -> Layout | None:
-    """Where a reduce-scatter over `axes` leads: to shards of `dst` where possible, else to any even shards.
+def _scatter(space: Space, cur: Layout, dst: Layout | None, axes: tuple[int, ...]) -> Layout | None:
+    """Where a reduce-scatter over `axes` leads: to shards of `dst` where possible, else (or with None) to even shards.
 
     Replicated axes that cut the same dim right after one of `axes` are cut along with it, so that nothing is
     received that is not wanted. Returns None for a tensor without dims.
     """
     nxt = list(cur)
+    if dst is None:
+        for a in axes:
+            cut = _best_cut(space, tuple(nxt), cur, a)
+            if cut is None:
+                return None
+            nxt[a] = cut
+        return tuple(nxt)
     for a in axes:
         d = _dim(dst[a])
         if d < 0 or _cut_later(space, cur, a, d):
@@ -224,11 +298,12 @@ def _scatter(space: Space, cur: Layout, dst: Layout, axes: tuple[int, ...]) -> L
 
 
 def _best_cut(space: Space, cur: Layout, dst: Layout, axis: int) -> Placement | None:
-    """A shard for `axis` that keeps what this rank holds of `cur` in place: even, of a dim `dst` leaves whole, long.
+    """A shard for `axis` that keeps what this rank holds of `cur` in place: even, of a dim `dst` leaves whole, early.
 
-    Where a later axis cuts the dim already, a split factor puts `axis` after it, if all is even.
+    An early dim is gathered without a copy; where none is even it is the one whose largest shard is smallest. Where a
+    later axis cuts the dim already, a split factor puts `axis` after it, if all is even.
     """
-    k, best, choice = space.sizes[axis], (False, False, -1), None
+    k, best, choice = space.sizes[axis], (0.0, False, 1), None
     for d, n in enumerate(space.dims(cur)):
         later = _cut_later(space, cur, axis, d)
         p: Placement = Shard(d)
@@ -238,7 +313,7 @@ def _best_cut(space: Space, cur: Layout, dst: Layout, axis: int) -> Placement | 
             if space.shape[d] % (k * space.ranks([a for a, _ in space.cuts(cur)[d]])):
                 continue
             p = StridedShard(d, split_factor=space.ranks(later))
-        score = (n % k == 0, not any(_dim(q) == d for q in dst), n)
+        score = (-(-(-n // k) * k / n), not any(_dim(q) == d for q in dst), -d)
         if choice is None or score > best:
             best, choice = score, p
     return choice

@@ -13,7 +13,7 @@ from dtensor.spec import Spec
 __all__ = ["COLLECTIVES", "Layout", "ReshardPlan", "Step"]
 
 Layout = tuple[Placement, ...]
-COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "reduce_scatter"})
+COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "all_to_all_reduce", "reduce_scatter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Step:
     """One move of a plan: from the layout `src` to the layout `dst`.
 
     Attributes:
-        kind: all_gather, all_reduce, all_to_all, reduce_scatter (over `axes`, flattened row-major, one
-            collective), slice (keep a part of what this rank holds), scale (multiply by `factor`), zero_fill
-            or one_fill (keep the value at position 0 of `axes` only), keep (new label, same data), empty (the
-            tensor has no elements).
+        kind: all_gather, all_reduce, all_to_all, all_to_all_reduce (an all-to-all of pending parts, which the
+            receivers reduce), reduce_scatter (each over `axes`, flattened row-major, one collective), slice (keep
+            a part of what this rank holds), scale (multiply by `factor`), zero_fill or one_fill (keep the value at
+            position 0 of `axes` only), keep (new label, same data), empty (the tensor has no elements).
         axes: the mesh axes concerned, ascending.
         src, dst: full layouts before and after.
         nbytes: bytes that a rank receives, or copies where nothing is received; of the largest shard.

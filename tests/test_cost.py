@@ -34,7 +34,7 @@ def test_the_slowest_axis_counts() -> None:
     assert model.floor(1, 100) == 1.0 + 1.0
 
 
-@pytest.mark.parametrize("bad", [{"bandwidth": 0.0}, {"latency": -1.0}, {"axis_bandwidth": {0: -1.0}}])
+@pytest.mark.parametrize("bad", [{"bandwidth": 0.0}, {"latency": -1.0}, {"axis_bandwidth": {0: -1.0}}, {"slack": 0.9}])
 def test_impossible_numbers_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         CostModel(**bad)  # type: ignore[arg-type]

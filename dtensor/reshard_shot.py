@@ -1,0 +1,97 @@
+"""From layout to layout in at most one collective, where nothing is reduced: over which axes, of which kind.
+
+[S(0), R]    -> [R, S(0)]       all-to-all over axis 0: half of the ranks hold what they want
+[S(0), S(0)] -> [S(0), S(1)]    all-to-all over axis 1
+[S(0), S(1)] -> [R, R]          all-gather over both
+[S(0), R]    -> [R, S(1)]       slice, then all-gather over axis 0
+"""
+
+from __future__ import annotations
+
+from dtensor.reshard_layout import Path, Space, is_cut
+from dtensor.reshard_step import Layout, Step
+
+__all__ = ["FEW", "alike", "one_shot", "talkers"]
+
+FEW = 128
+"""Bytes that are not worth another kind of collective."""
+
+
+def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool]:
+    """The axes over which data must move between layouts, and whether cuts are only dropped, not added.
+
+    Where an axis fixes the same digits of a dim's index in both (or, where shards are uneven, where the cuts of a
+    dim begin alike), it keeps apart what it kept apart; every other axis that cuts `src` has data that ranks
+    elsewhere on it want. Axes that only cut `dst` need none: each position takes its part.
+    """
+    over: set[int] = set()
+    pure = True
+    for n, s, t in zip(space.shape, space.cuts(src), space.cuts(dst)):
+        if s == t:
+            continue
+        if not s:
+            continue
+        have, want = (space.digits(n, s), space.digits(n, t)) if t else (None, None)
+        if have is not None and want is not None:
+            moved = [axis for axis, pieces in have.items() if want.get(axis) != pieces]
+            over.update(moved)
+            pure = pure and not (moved and any(have.get(axis) != pieces for axis, pieces in want.items()))
+            continue
+        same = 0
+        for one, other in zip(s, t):
+            if one != other:
+                break
+            same += 1
+        if same < len(s):
+            over.update([axis for axis, _ in s[same:]])
+            pure = pure and same == len(t)
+    return tuple(sorted(over)), pure
+
+
+def alike(space: Space, src: Layout, dst: Layout) -> bool:
+    """True where every rank holds the same in both layouts."""
+    for n, s, t in zip(space.shape, space.cuts(src), space.cuts(dst)):
+        if s == t:
+            continue
+        if not s or not t:
+            return False
+        have = space.digits(n, s)
+        if have is None or have != space.digits(n, t):
+            return False
+    return True
+
+
+def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
+    """At most one collective (and a slice) between layouts whose Partial axes agree.
+
+    Within the ranks along the axes that must talk (`talkers`) the shards of `src` are disjoint and together hold
+    all that any of them wants, so each element has one source, and every rank receives just what it lacks.
+
+        [S(0), R] -> [R, S(0)]       over = {0}: each takes its part of the axis-0 row
+        [S(0), S(0)] -> [S(0), S(1)] over = {1}: axis 0 comes first in both
+        [S(0), S(0)] -> [R, S(0)]    over = {0, 1}
+
+    Input: layouts with the same Partial axes. Returns: no steps where the layouts cut alike; a slice where
+    none must talk; an all-gather (after a slice) where all ranks along `over` want all that they hold together,
+    unless shards are so uneven that this, which sends the largest size, receives more than the model's slack
+    allows (or costs more, where seconds decide); else an all-to-all with split sizes.
+    """
+    axes, pure = talkers(space, src, dst)
+    if not axes:
+        if alike(space, src, dst):
+            return 0.0, () if src == dst else (Step("keep", (), src, dst),)
+        return space.step("slice", tuple([a for a, p in enumerate(src) if p is not dst[a]]), src, dst)
+    if pure and not any(is_cut(dst[a]) for a in axes):
+        mid = tuple([p if a in axes or is_cut(p) else dst[a] for a, p in enumerate(src)])
+        cost, first = (0.0, ()) if alike(space, mid, src) else one_shot(space, src, mid)
+        if first and (talkers(space, mid, dst) != (axes, True) or first[0].is_collective):
+            return space.step("all_to_all", axes, src, dst)
+        gather, second = space.step("all_gather", axes, mid if first else src, dst)
+        if space.uneven(mid):
+            exchange, third = space.step("all_to_all", axes, src, dst)
+            if not space.model.by_seconds and second[0].nbytes <= space.model.slack * third[0].nbytes + FEW:
+                return cost + gather, first + second
+            if not space.model.by_seconds or cost + gather > exchange:
+                return exchange, third
+        return cost + gather, first + second
+    return space.step("all_to_all", axes, src, dst)
