@@ -19,14 +19,11 @@ import weakref
 import torch
 
 from dtensor.device_mesh import DeviceMesh
-from dtensor.dispatch import special
-from dtensor.errors import MeshError
 from dtensor.factors import Dims, Kernel, Rule, linear, passes
 from dtensor.kernel import KernelContext
-from dtensor.placement import Placement, Replicate, Shard
+from dtensor.placement import Placement, Replicate
 from dtensor.registry import Call, register
-from dtensor.spec import Interval, Spec, contiguous_stride
-from dtensor.tensor import DTensor
+from dtensor.spec import Interval, Spec
 
 _tables: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, int], set[tuple[Placement, ...]]]] = (
     weakref.WeakKeyDictionary()
@@ -38,7 +35,7 @@ def _note_table(spec: Spec) -> None:
     _tables.setdefault(spec.mesh, {}).setdefault((spec.shape[0], spec.shape[1]), set()).add(spec.placements)
 
 
-def _rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], replicated: list[int]) -> bool:
+def rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], replicated: list[int]) -> bool:
     """True when every known table of this shape is cut by rows on the axes `replicated`."""
     known = _tables.get(mesh, {}).get(shape, set())
     return bool(known) and all(p[a].is_shard(0) for p in known for a in replicated)
@@ -111,7 +108,7 @@ def embedding_backward(call: Call) -> Rule:
         a for a in range(grad.mesh.ndim)
         if isinstance(grad.placements[a], Replicate) and isinstance(indices.placements[a], Replicate)
     ]  # fmt: skip
-    free = _rows_are_cut(grad.mesh, shape, idle)
+    free = rows_are_cut(grad.mesh, shape, idle)
     kernel = Kernel(
         "embedding gradient", frozenset({v}), ("shard",), _run_embedding_backward,
         0 if free else shape[0] * shape[1], 0 if free else 1,
@@ -183,69 +180,6 @@ def _run_renorm(ctx: KernelContext) -> torch.Tensor:
     if mine.numel():
         table.index_copy_(0, mine, picked * scale.unsqueeze(1))
     return table
-
-
-# ------------------------------------------------------------ bags
-@special("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
-def _embedding_bag(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[torch.Tensor, ...]:
-    """The table may be cut by width, everything else is replicated; plain offsets count as replicated.
-
-    Not a rule: the shapes of the side outputs depend on the device's kernel, and `F.embedding_bag` makes plain
-    offsets for indices of two dims.
-    """
-    op = torch.ops.aten._embedding_bag.default
-    named = {a.name: a.default_value for a in op._schema.arguments}
-    named |= dict(zip(named, args, strict=False)) | kwargs
-    tensors = [t for t in named.values() if isinstance(t, DTensor)]
-    mesh = tensors[0].device_mesh
-    if any(t.device_mesh != mesh for t in tensors):
-        raise MeshError(f"embedding_bag: the tensors live on different meshes, {[str(t.device_mesh) for t in tensors]}")
-    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
-    table, by_width = named["weight"], whole
-    if isinstance(table, DTensor):
-        width = table.shape[1]
-        by_width = tuple(
-            p if isinstance(p, Shard) and p.dim == 1 and k <= width else Replicate()
-            for p, k in zip(table.placements, mesh.shape, strict=True)
-        )
-        if sum(isinstance(p, Shard) for p in by_width) > 1:
-            by_width = whole
-    with torch.no_grad():
-        local = {
-            n: t.redistribute(placements=by_width if t is table else whole).to_local() if isinstance(t, DTensor) else t
-            for n, t in named.items()
-        }
-    outs = op(**local)
-    made = []
-    for i, t in enumerate(outs):
-        cut = i == 0 or (i == 3 and t.ndim == 2)
-        shape = (t.shape[0], width) if cut and isinstance(table, DTensor) else t.shape
-        spec = Spec.make(mesh, by_width if cut else whole, shape, contiguous_stride(shape), t.dtype)
-        made.append(DTensor(t, spec, requires_grad=False))
-    return tuple(made)
-
-
-def _replicated(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
-    """`op` on replicated inputs, plain tensors among them counting as replicated."""
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, DTensor)]
-    mesh = tensors[0].device_mesh
-    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
-    with torch.no_grad():
-        local = [t.redistribute(placements=whole).to_local() if isinstance(t, DTensor) else t for t in args]
-        named = {
-            n: t.redistribute(placements=whole).to_local() if isinstance(t, DTensor) else t for n, t in kwargs.items()
-        }
-    got: torch.Tensor = op(*local, **named)
-    return DTensor(got, Spec.make(mesh, whole, got.shape, got.stride(), got.dtype), requires_grad=False)
-
-
-for _name in (
-    "_embedding_bag_backward",
-    "_embedding_bag_dense_backward",
-    "_embedding_bag_per_sample_weights_backward",
-):
-    _op = getattr(torch.ops.aten, _name).default
-    special(f"aten.{_name}.default")(lambda args, kwargs, op=_op: _replicated(op, args, kwargs))
 
 
 register("aten.embedding", embedding)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from laws import Sample, rand
+from laws import Sample, ints, rand
 
 SUMS = ("sum",)
 REDUCTIONS = ("none", "mean", "sum")
@@ -138,4 +138,19 @@ DIRECT = [
     Sample("_convolution", lambda x, w, b: aten._convolution(
         x, w, b, [2, 1], [1, 0], [1, 1], False, [0, 0], 1, False, False, False, False),
         (IMAGE, rand(4, 3, 3, 2), rand(4)), pending=SUMS, grads=False),
+]  # fmt: skip
+
+OFFSETS, NUMBERS = torch.tensor([0, 3, 3, 5]), ints(9, 8)
+BAGS = [
+    *(Sample(f"bag {mode} padded", lambda w, i, o, m=mode: F.embedding_bag(i, w, o, mode=m, padding_idx=2),
+             (rand(9, 6), torch.tensor([2, 1, 2, 0, 2, 8, 5, 2]), OFFSETS), grads=mode != "max", pending=SUMS)
+      for mode in ("sum", "mean", "max")),
+    Sample("bag last offset", lambda w, i, o: F.embedding_bag(i, w, o, mode="mean", include_last_offset=True),
+           (rand(9, 6), NUMBERS, torch.tensor([0, 3, 3, 8])), pending=SUMS),
+    Sample("bag by frequency", lambda w, i, o: F.embedding_bag(i, w, o, mode="sum", scale_grad_by_freq=True),
+           (rand(9, 6), NUMBERS, OFFSETS), pending=()),
+    Sample("bag weighted", lambda w, i, s: F.embedding_bag(i, w, per_sample_weights=s, mode="sum", padding_idx=3),
+           (rand(9, 6), ints(9, 4, 3), rand(4, 3)), pending=SUMS),
+    Sample("bag of none", lambda w, i, o: F.embedding_bag(i, w, o, mode="sum"),
+           (rand(9, 6), NUMBERS[:0], torch.tensor([0, 0])), pending=()),
 ]  # fmt: skip
