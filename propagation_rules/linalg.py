@@ -153,7 +153,8 @@ def _run_renorm(ctx: KernelContext) -> torch.Tensor:
     x, p, most = ctx.inputs[0], float(str(ctx.arguments["p"])), float(str(ctx.arguments["maxnorm"]))
     others = [d for d in range(x.ndim) if d != ctx.call.dim()]
     shape = [n if d == ctx.call.dim() else 1 for d, n in enumerate(x.shape)]
-    size = x.abs().to(accumulation_dtype(x.dtype))
+    size = x.abs()
+    size = size.to(accumulation_dtype(size.dtype))
     if math.isinf(p):
         norm = size.amax(others, True) if size.numel() else size.new_zeros(shape)
         norm = ctx.all_reduce(norm, "max")

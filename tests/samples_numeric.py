@@ -202,7 +202,34 @@ OTHER = [
     _plain("euclidean distance", lambda x, y: aten._euclidean_dist(x, y), rand(3, 4), Y),
 ]
 
-LAYOUTS_ONLY = [_grad("logcumsumexp", lambda x: torch.logcumsumexp(x, 0), X)]
-"""Its gradient holds the least number there is, of which pending averages go beyond."""
+Z = torch.complex(X, Y)
+COMPLEX_OPS = [
+    _plain(f"complex {name}", fn, Z)
+    for name, fn in {
+        "sums": lambda z: (z.sum(0), z.mean(1), z.sum(), z.count_nonzero(0)),
+        "prod": lambda z: (z.prod(0), z.cumprod(0)),
+        "scans": lambda z: (z.cumsum(0), z.cumsum(-1)),
+        "parts": lambda z: (z.real * 1, z.imag * 1, z.abs(), z.angle(), z.conj() * 2, z.conj().imag * 1, z.sgn()),
+        "views": lambda z: (torch.view_as_real(z), torch.view_as_complex(torch.view_as_real(z) * 2), z.mH @ z),
+        "norms": lambda z: (z.norm(), torch.linalg.vector_norm(z, 1, 0), z.std(0), z.var()),
+        "reading": lambda z: (z[torch.tensor(2)], z.index_select(0, z[:3].abs().argsort(0)[:, 0]), z.flip(0), z[1:4]),
+        "writing": lambda z: (z.masked_fill(z.real > 0, 1j), torch.where(z.real > 0, z, z.conj()), z.tril(), z + 1j),
+        "products": lambda z: (torch.kron(z, z[:2]), torch.outer(z[0], z[1]), torch.vdot(z[0], z[1]), z @ z.T),
+        "renorm": lambda z: torch.renorm(z, 2, 0, 1.0),
+    }.items()
+]
+
+SMALL = X.bfloat16()
+LOW = [
+    Sample(f"bf16 {name}", fn, (SMALL,), grads=False, pending=("max",), rtol=5e-2, atol=5e-2)
+    for name, fn in {
+        "scans": lambda x: (x.cumsum(0), x.cumprod(0), x.logcumsumexp(0), x.cummax(0)),
+        "sums": lambda x: (x.sum(0), x.logsumexp(0), x.std(0), x.norm(), x.nansum(0), x.prod(0)),
+        "softmax": lambda x: (x.softmax(0), x.log_softmax(0)),
+    }.items()
+]
+
+LAYOUTS_ONLY = [*COMPLEX_OPS, *LOW, _grad("logcumsumexp", lambda x: torch.logcumsumexp(x, 0), X)]
+"""The gradient of the last holds the least number there is, which parts of pending averages go beyond."""
 
 SAMPLES = [*LINALG, *FFT, *INDEX, *SCANS, *POINTWISE, *OTHER]
