@@ -60,8 +60,8 @@ def _every(x: torch.Tensor, dim: int, start: int, step: int, length: int) -> tor
 
 def exchange(
     mesh: DeviceMesh, axes: Sequence[int], dim: int, sources: Sequence[torch.Tensor], runs: Sequence[Run],
-    ins: Sequence[Places], outs: Sequence[Places], *, strides: Sequence[Sequence[int]] = (), fill: bool | float | complex = 0,
-    into: Sequence[torch.Tensor] = (), adds: bool = False,
+    ins: Sequence[Places], outs: Sequence[Places], *, strides: Sequence[Sequence[int]] = (),
+    fill: bool | float | complex = 0, into: Sequence[torch.Tensor] = (), adds: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """This rank's parts of the targets; at most one all-to-all over `axes`, which all their ranks must call alike.
 
@@ -89,7 +89,8 @@ def exchange(
     arrived: list[torch.Tensor] = []
     if not todo.silent and comm is not None:
         lead, tail = first.shape[:dim], first.shape[dim + 1 :]
-        parts = [_pack(first, sources, dim, blocks) for blocks in todo.sends]
+        nothing = first.new_empty((*lead, 0, *tail))
+        parts = [_pack(sources, dim, blocks) if blocks else nothing for blocks in todo.sends]
         arrived = comm.all_to_all(parts, [(*lead, total, *tail) for total, _ in todo.receives])
     for piece in todo.own:
         if piece.step:
@@ -105,9 +106,7 @@ def exchange(
     return targets
 
 
-def _pack(like: torch.Tensor, sources: Sequence[torch.Tensor], dim: int, blocks: Sequence[Block]) -> torch.Tensor:
-    if not blocks:
-        return like.new_empty([0 if d == dim else n for d, n in enumerate(like.shape)])
+def _pack(sources: Sequence[torch.Tensor], dim: int, blocks: Sequence[Block]) -> torch.Tensor:
     cut = [_every(sources[b.source], dim, b.start, b.step, b.length) for b in blocks]
     return torch.cat(cut, dim) if len(cut) > 1 else cut[0].contiguous()
 

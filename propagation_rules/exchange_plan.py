@@ -81,12 +81,16 @@ def places(spec: Spec, dim: int) -> Places:
 
 def places_of(spec: Spec, dim: int, size: int) -> Places:
     """As `places`, for a dim of another size."""
-    axes = cutting(spec, dim)
-    splits = [p.split_factor if isinstance(p, StridedShard) else 0 for p in (spec.placements[a] for a in axes)]
-    sizes = [spec.mesh.shape[a] for a in axes]
+    cut = [(spec.mesh.shape[a], p) for a, p in enumerate(spec.placements) if isinstance(p, (Shard, StridedShard))]
+    cuts = tuple((k, p.split_factor if isinstance(p, StridedShard) else 0) for k, p in cut if p.dim == dim)
+    return _places(size, cuts)
+
+
+@lru_cache(maxsize=4096)
+def _places(size: int, cuts: tuple[tuple[int, int], ...]) -> Places:
     return tuple(
-        dim_intervals(size, tuple(zip(sizes, at, splits, strict=True)))
-        for at in itertools.product(*(range(k) for k in sizes))
+        dim_intervals(size, tuple((k, r, split) for (k, split), r in zip(cuts, at, strict=True)))
+        for at in itertools.product(*(range(k) for k, _ in cuts))
     )
 
 
