@@ -109,7 +109,7 @@ def convolution(call: Call) -> Rule | None:
     bias, groups = call.index("bias"), int(call["groups"])
     return _rule(
         call, ("output",), call.outputs[0].shape,
-        lambda cut, halo: Kernel("halo", cut, ("shard",), _run, halo, 1),
+        lambda cut, halo: Kernel("halo", cut, ("shard",), _run, halo, 1, "all_to_all"),
         addends=frozenset() if bias is None else frozenset({bias}),
         linear=sound_groups(call, present_groups("0+2|1+2", call)),
         localize=lambda ins, outs: {"groups": _local_groups(call, ins, outs[0], groups)},
@@ -146,7 +146,7 @@ def convolution_backward(call: Call) -> Rule | None:
     how = tuple(kind if given else "replicate" for kind, given in zip(("shard", "sum", "sum"), asked, strict=True))
     return _rule(
         call, NAMES, call["grad_output"].shape,
-        lambda cut, halo: Kernel("halo backward", cut, how, _run_backward, halo, 2),
+        lambda cut, halo: Kernel("halo backward", cut, how, _run_backward, halo, 2, "all_to_all"),
         linear=(linear(0),), localize=localize, bind=bind,
     )  # fmt: skip
 

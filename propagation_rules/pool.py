@@ -1,7 +1,10 @@
-"""Pools: batch and channels are free, batched or not; the spatial dims stay whole.
+"""Pools: batch and channels are free, batched or not; so are, by a kernel, the spatial dims of plain windows.
 
     avg_pool2d      ... [h] [w] -> ... [h'] [w']            linear
     max_pool2d      ... [h] [w] -> ... [h'] [w'] twice      values, and where in the plane they were
+
+Where windows lie side by side, and shards hold whole ones, a cut spatial dim costs nothing; elsewhere rows of the
+neighbours are brought in (`pool_halo`). Adaptive and fractional pools, whose windows differ, keep them whole.
 
 Every tensor of these ops, gradients and indices too, has the same leading dims and as many spatial ones as the
 op's name says, so one builder serves all. Indices count places in one plane, which no cut of leading dims changes.
@@ -10,16 +13,21 @@ Torch refuses planes without channels: an empty shard gives zeros of the promise
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
-from dtensor.factors import Linear, Rule
+from dtensor.factors import Dims, Kernel, Linear, Rule
+from dtensor.kernel import KernelContext
 from dtensor.registry import Call, linear_groups, register
 from dtensor.spec import Spec, TensorMeta
 from propagation_rules.empty_shards import is_empty_shard, zeros_of
 from propagation_rules.labelled import labelled
+from propagation_rules.pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
 
 __all__ = ["planes"]
+
+Run = Callable[[KernelContext], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +71,42 @@ def _input_size(_: Sequence[Spec], outs: Sequence[Spec | None]) -> dict[str, obj
     return {} if outs[0] is None else {"input_size": list(outs[0].local_shape)}
 
 
+def windowed(spatial: int, linear: str, run: Run, collectives: int) -> Callable[[Call], Rule]:
+    """`planes` with a kernel for the spatial dims, which brings in neighbours' rows `collectives` times."""
+    whole = planes(spatial, linear)
+
+    def build(call: Call) -> Rule:
+        rule = whole(call)
+        x = call["self"]
+        y = call["grad_output"].shape if "grad_output" in call.names else call.outputs[0].shape  # type: ignore[union-attr]
+        lead = x.ndim - spatial
+        dims: Dims = tuple((d,) for d in range(x.ndim))
+        found = windows(call, x.shape, y)
+        ranks = math.prod(x.mesh.shape)
+        aligned = all(
+            w.reach <= w.stride and not w.padding and w.size == w.count * w.stride and w.count % ranks == 0
+            for w in found
+        )
+        halo = max(x.numel // max(w.size, 1) * max(w.reach - w.stride, 1) for w in found)
+        kernel = Kernel(
+            "halo", frozenset(range(lead, x.ndim)), ("shard",) * len(call.outputs), run, halo,
+            0 if aligned else collectives, "all_to_all",
+        )  # fmt: skip
+        return replace(
+            rule, inputs=(dims,) * len(call.inputs), outputs=(dims,) * len(call.outputs), sizes=tuple(x.shape),
+            whole=frozenset(range(lead, x.ndim)), kernels=(kernel,),
+        )  # fmt: skip
+
+    build.text_form = f"{whole.text_form}   kernel halo"  # type: ignore[attr-defined]
+    return build
+
+
 for n in (2, 3):
-    average = f"avg_pool{n}d _adaptive_avg_pool{n}d avg_pool{n}d_backward _adaptive_avg_pool{n}d_backward"
-    register([f"aten.{name}" for name in average.split()], planes(n, "0"))
-    register(f"aten.max_pool{n}d_with_indices aten.adaptive_max_pool{n}d aten.fractional_max_pool{n}d", planes(n))
-    largest = f"max_pool{n}d_with_indices adaptive_max_pool{n}d fractional_max_pool{n}d"
-    register([f"aten.{name}_backward" for name in largest.split()], planes(n, "0"))
+    register(f"aten.avg_pool{n}d", windowed(n, "0", run_average, 1))
+    register(f"aten.avg_pool{n}d_backward", windowed(n, "0", run_average_backward, 1))
+    register(f"aten.max_pool{n}d_with_indices", windowed(n, "", run_largest, 1))
+    register(f"aten.max_pool{n}d_with_indices_backward", windowed(n, "0", run_largest_backward, 1))
+    register(f"aten._adaptive_avg_pool{n}d aten._adaptive_avg_pool{n}d_backward", planes(n, "0"))
+    register(f"aten.adaptive_max_pool{n}d aten.fractional_max_pool{n}d", planes(n))
+    register(f"aten.adaptive_max_pool{n}d_backward aten.fractional_max_pool{n}d_backward", planes(n, "0"))
     register(f"aten.max_unpool{n}d", planes(n, "0"))
