@@ -121,9 +121,10 @@ def register(
 
 
 def _text_of(build: Builder) -> str:
-    """A builder's own text, else its name and the first line of its docstring."""
+    """A builder's own text, else its name and the first sentence of its docstring."""
     name = getattr(build, "__name__", type(build).__name__)
-    first = (inspect.getdoc(build) or "").partition("\n")[0]
+    first = " ".join((inspect.getdoc(build) or "").partition("\n\n")[0].split())
+    first = first.partition(". ")[0].removesuffix(".") + "." if first else ""
     return getattr(build, "text_form", "") or (f"{name}: {first}" if first and name != "<lambda>" else name)
 
 
@@ -175,7 +176,7 @@ def printed() -> str:
     """All rules, one a line, alphabetically."""
     lines = []
     for name, e in entries().items():
-        notes = (" values=" + ",".join(sorted(e.values)) if e.values else "") + (" random" if e.random else "")
+        notes = ("   values=" + ",".join(sorted(e.values)) if e.values else "") + ("   random" if e.random else "")
         lines.append(f"{name:48s} {e.text}{notes}")
     return "\n".join(lines) + "\n"
 

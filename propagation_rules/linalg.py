@@ -176,8 +176,13 @@ def _run_trace(ctx: KernelContext) -> torch.Tensor:
     return torch.where(rows[:, None] == columns, x, torch.zeros_like(x)).sum(dtype=out.dtype)
 
 
+def check_errors(call: Call) -> Rule:
+    """Error codes are gathered, so that all ranks raise or none does."""
+    return Rule(tuple(((),) * s.ndim for s in call.inputs), (), ())
+
+
 _SQUARE = "... [n] [n]"
-register("aten._linalg_check_errors", lambda call: Rule(tuple(((),) * s.ndim for s in call.inputs), (), ()))
+register("aten._linalg_check_errors", check_errors)
 register("aten._linalg_det", matrices(f"{_SQUARE} -> ..., {_SQUARE}, ... [n]"))
 register("aten._linalg_eigh", matrices(f"{_SQUARE} -> ... [n], {_SQUARE}", fails=True))
 register("aten._linalg_eigvals", matrices(f"{_SQUARE} -> ... [n]", fails=True))
@@ -199,7 +204,6 @@ register(
     "aten.linalg_lu_solve",
     _sided("... [n] [n], ... [n], ... [n] c -> ... [n] c", "... [n] [n], ... [n], ... c [n] -> ... c [n]", 2),
 )
-register("aten.linalg_pinv.atol_rtol_tensor", lambda call: pinv(call))
 register("aten.linalg_qr", matrices("... [m] [n] -> ... [m] [k], ... [l] [n]"))
 register(
     "aten.linalg_solve_triangular",
@@ -219,3 +223,6 @@ def pinv(call: Call) -> Rule:
     """The tolerances, tensors here, have the batch's shape, or broadcast to it."""
     tolerances = ", ...".join([""] * len(call.inputs))
     return matrices(f"... [m] [n]{tolerances} -> ... [n] [m]", fails=True)(call)
+
+
+register("aten.linalg_pinv.atol_rtol_tensor", pinv)

@@ -17,6 +17,7 @@ import propagation_rules
 from dtensor import dispatch as hot
 from dtensor.dispatch_lists import base_entry
 from dtensor.registry import Entry, entries, lookup
+from propagation_rules.proof.lines import code_lines, kernel_lines
 from propagation_rules.proof.recorded import Op
 
 __all__ = ["KINDS", "Coverage", "aten_overloads", "coverage", "covering", "kind_of"]
@@ -72,12 +73,23 @@ def _functional_of(op: Op) -> Op | None:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Overloads covered, by kind; by entry, how many of each kind; entries; lines of the rule families."""
+    """What the rules cover and cost.
+
+    Attributes:
+        by_kind: overloads covered, by kind.
+        by_entry: the same, for every entry by its name.
+        data: overloads whose rule is a line of data (pattern text, a pointwise op, a reduction), no function.
+        entries: rules registered for aten.
+        lines, code, kernels: lines of the rule families; those that hold code; those of them that kernels compute in.
+    """
 
     by_kind: Counter[str]
     by_entry: dict[str, Counter[str]]
+    data: int
     entries: int
     lines: int
+    code: int
+    kernels: int
 
     @property
     def overloads(self) -> int:
@@ -86,10 +98,13 @@ class Coverage:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{self.by_kind[k]} {k}" for k in KINDS)
+        each = lambda n: f"{n / self.overloads:.1f}"  # noqa: E731
         return (
             f"{self.overloads} aten overloads have a rule: {kinds}\n"
-            f"{self.entries} rules in {self.lines} lines: {self.lines / self.entries:.1f} lines a rule, "
-            f"{self.lines / self.overloads:.1f} an overload"
+            f"{self.data} of them by a line of data, the others by a function; {self.entries} rules are registered\n"
+            f"{self.lines} lines ({each(self.lines)} an overload), {self.code} of them code ({each(self.code)}): "
+            f"{self.code - self.kernels} say what ops mean ({each(self.code - self.kernels)}), "
+            f"{self.kernels} compute in kernels ({each(self.kernels)})"
         )
 
 
@@ -97,12 +112,17 @@ def coverage() -> Coverage:
     """What the registered rules cover."""
     by_kind: Counter[str] = Counter()
     by_entry: dict[str, Counter[str]] = {}
+    data = 0
     for op in aten_overloads():
         entry = covering(op)
         if entry is not None:
             by_kind[kind_of(op)] += 1
             by_entry.setdefault(entry.name, Counter())[kind_of(op)] += 1
+            data += hasattr(entry.build, "text_form")
     files = [p for folder in propagation_rules.__path__ for p in sorted(Path(folder).glob("*.py"))]
-    lines = sum(len(p.read_text().splitlines()) for p in files if not p.name.startswith("__"))
+    files = [p for p in files if not p.name.startswith("__")]
     ours = [n for n in entries() if n.startswith("aten.")]
-    return Coverage(by_kind, by_entry, len(ours), lines)
+    return Coverage(
+        by_kind, by_entry, data, len(ours), sum(len(p.read_text().splitlines()) for p in files),
+        sum(len(code_lines(p)) for p in files), sum(len(kernel_lines(p)) for p in files),
+    )  # fmt: skip

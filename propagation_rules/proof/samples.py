@@ -33,7 +33,9 @@ class MissingDatabase(ImportError):
 def database() -> dict[str, Any]:
     """torch's operators with samples, by name (`nn.functional.gelu`, `sum`, `norm.nuc`, `_foreach_add`)."""
     try:
-        import torch.testing._internal.common_methods_invocations as torch_ops
+        with warnings.catch_warnings():  # about packages of its own that are absent
+            warnings.simplefilter("ignore")
+            import torch.testing._internal.common_methods_invocations as torch_ops
     except ImportError as e:
         raise MissingDatabase(
             f"torch's database of operators cannot be imported ({e}); it needs the package expecttest: "
@@ -109,13 +111,13 @@ def select(calls: Iterable[RecordedCall], most: int = 8) -> dict[str, list[Recor
 
 
 def every_call(most: int = 8, out: TextIO | None = None) -> dict[str, list[RecordedCall]]:
-    """Calls of every overload that the database reaches, some 20 seconds of work; `out` is told so."""
+    """Up to `most` calls of every overload that the database reaches, some 20 seconds of work; `out` is told so."""
     if out is not None:
         out.write("collecting calls from torch's database of operators\n")
         out.flush()
     kept: list[RecordedCall] = []
     for name, info in database().items():
-        few = select(calls_of(name, info), most)
+        few = select(calls_of(name, info, most=4 * most), most)
         kept += [c for calls in few.values() for c in calls]
     return select(kept, most)
 

@@ -176,7 +176,7 @@ def _work(stages: Callable[[str], Iterator[OpReport]], name: str, pipe: Connecti
 
 # ------------------------------------------------------------ telling
 class _Progress:
-    """A bar on a terminal; elsewhere a line for every overload with a finding, and one every 50."""
+    """A bar on a terminal; elsewhere a line for every overload with something wrong, and one every 50."""
 
     def __init__(self, total: int, out: TextIO) -> None:
         self.total, self.out, self.done, self.wrong, self.missing = total, out, 0, 0, 0
