@@ -14,16 +14,15 @@ from dtensor import Replicate, Shard, init_device_mesh, simulate
 
 
 @pytest.mark.parametrize("sample", [*SAMPLES, *LAYOUTS_ONLY], ids=lambda s: s.name)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
-    """Every layout of the inputs gives the plain result, forward and backward."""
-    check_layouts(sample, mesh, limit=10).must_hold()
+def test_layouts(sample: Sample) -> None:
+    """Layouts of the inputs, some of all there are, give the plain result, forward and backward."""
+    check_layouts(sample, (2, 2), limit=6).must_hold()
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 def test_strategies(sample: Sample) -> None:
-    """Every derived strategy gives the plain result."""
-    report = check_strategies(sample, (2, 3), limit=12)
+    """Derived strategies, the first of each call, give the plain result."""
+    report = check_strategies(sample, (3,), limit=8)
     assert not report.wrong, "\n".join(report.wrong[:10])
 
 
