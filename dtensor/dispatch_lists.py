@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
@@ -143,9 +144,25 @@ def miss_lists(
                 moves.append((positions.get(name, name), i, src, dst))
         results += decision.outputs
     execute = in_parts(info, kwargs, lost, count) if lost else ListPlan(info, moves, results).execute
+    if info.written and info.kind == "foreach" and "_foreach_" in info.name:
+        execute = counted(execute)
     result = execute(local, named, args)
     hot.store(info, key, execute)
     return result
+
+
+def counted(execute: Execute) -> Execute:
+    """A write by `_foreach_*_` that autograd learns of: views of what is written, and values saved for a backward.
+
+    It counts writes per tensor, in the ops that plain torch makes of the list; the `_fused_*` ones it does not count.
+    """
+
+    def run(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        result = execute(local, named, args)
+        increment_version(args[0])
+        return result
+
+    return run
 
 
 def _element(whole: Call, lists: Sequence[str], i: int, outs: Sequence[TensorMeta | None]) -> Call:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
@@ -242,6 +243,8 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     for view, made in written:
         write_through(view._spec, made)
         view._local_tensor = view._spec.local
+    if info.kind == "foreach":
+        increment_version([view for view, _ in written])
     back = {id(made): view for view, made in written}
     restored = lambda t: back.get(id(t), t)  # noqa: E731
     if isinstance(result, (list, tuple)):
