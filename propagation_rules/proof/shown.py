@@ -18,6 +18,7 @@ from dtensor import dispatch_miss as slow
 from dtensor import init_device_mesh
 from dtensor.cost import current_cost_model
 from dtensor.dispatch_call import make_call, output_metas
+from dtensor.dispatch_lists import base_entry
 from dtensor.factors import Choice, Dims, Linear, Rule, State, Want
 from dtensor.placement import Partial, Replicate
 from dtensor.registry import Call, Entry
@@ -35,6 +36,10 @@ def shown(call: RecordedCall, k: int = 4) -> str:
     head = [str(call)]
     if info.special is not None:
         return f"{call}\n  handled as a whole, not by a rule"
+    if info.kind == "foreach":
+        found = base_entry(info)
+        each = f"{found.name}   {found.text}" if found else "none: it runs replicated"
+        return f"{call}\n  rule       of each element: {each}"
     if info.entry is None:
         return f"{call}\n  no rule: it runs decomposed, or replicated"
     entry: Entry = info.entry

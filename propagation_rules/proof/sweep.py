@@ -27,7 +27,7 @@ from propagation_rules.proof.missing import merged, missing_rows
 from propagation_rules.proof.recorded import RecordedCall, with_nan
 from propagation_rules.proof.truth import MESHES, check_call
 
-__all__ = ["OpReport", "Settings", "check_overload", "sweep", "write_json", "written_summary"]
+__all__ = ["OpReport", "Settings", "check_overload", "sweep", "written_summary"]
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,23 @@ def _stages(name: str, calls: Sequence[RecordedCall], settings: Settings) -> Ite
 # ------------------------------------------------------------ processes
 def sweep(
     calls: Mapping[str, Sequence[RecordedCall]], settings: Settings = Settings(), jobs: int = 1,  # noqa: B008
-    out: TextIO | None = None,
+    out: TextIO | None = None, log: str | Path | None = None,
 ) -> list[OpReport]:  # fmt: skip
-    """A report of every overload in `calls`, by name; progress is told on `out` (default: standard error)."""
+    """A report of every overload in `calls`, by name; progress is told on `out` (default: standard error).
+
+    Every report is written to the file `log` when it is there, a JSON object a line.
+    """
     out = sys.stderr if out is None else out
+    if log is not None:
+        Path(log).write_text("")
     reports: list[OpReport] = []
     bar = _Progress(len(calls), out)
     for report in _run(lambda n: _stages(n, calls[n], settings), sorted(calls), max(jobs, 1), settings.seconds):
         reports.append(report)
         bar.show(report)
+        if log is not None:
+            with Path(log).open("a") as f:
+                f.write(json.dumps(asdict(report)) + "\n")
     bar.end()
     return sorted(reports, key=lambda r: r.name)
 
@@ -228,8 +236,3 @@ def written_summary(reports: Sequence[OpReport], most: int = 8) -> str:
         why.update(reason for reason in r.skipped if reason.startswith("looking"))
     lines += [f"    {n:4d} {reason}" for reason, n in why.most_common()]
     return "\n".join(lines)
-
-
-def write_json(reports: Sequence[OpReport], path: str | Path) -> None:
-    """All reports as a JSON list."""
-    Path(path).write_text(json.dumps([asdict(r) for r in reports], indent=1) + "\n")
