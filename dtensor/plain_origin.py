@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Place", "made_by_torch"]
+__all__ = ["Place", "called_by_autograd", "made_by_torch"]
 
 Place = tuple[int | str, int | None]
 """Where an argument is: position or name, and position in a list."""
@@ -68,6 +68,17 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
         return False
     known = _variables(torchs, base)
     return sys.getrefcount(base) <= base_fresh + known + call
+
+
+def called_by_autograd() -> bool:
+    """Whether the call comes from a formula of autograd in C++, not from a function's backward in Python."""
+    _, _, torchs = _frames(sys._getframe(1))
+    if torchs:
+        return torchs[0].f_code.co_name == "_engine_run_backward"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _HANDLER:
+        frame = frame.f_back
+    return frame is None or frame.f_back is None  # a thread of the engine's
 
 
 def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
