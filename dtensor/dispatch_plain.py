@@ -153,7 +153,7 @@ def _agreed(tensors: Sequence[torch.Tensor], good: bool, mesh: DeviceMesh) -> bo
     digest = hashlib.blake2b(digest_size=16)
     for t in tensors if tensors[0].device.type != "meta" else ():
         digest.update(repr((t.dtype, tuple(t.shape))).encode())
-        whole = t.detach().resolve_conj().resolve_neg().contiguous()
+        whole = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         digest.update(whole.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     words = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
     both = torch.cat([words, ~words, words.new_tensor([0 if good else 1])]).to(tensors[0].device)

@@ -516,7 +516,9 @@ def _watch(leaf: DTensor) -> None:
         return
     leaf._watched = spec = leaf._spec  # type: ignore[attr-defined]
 
-    def hook(grad: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # an op without a derivative there, such as a norm of order 0
+            return None
         if type(grad) is not DTensor or grad._spec.mesh != spec.mesh or grad.ndim != spec.ndim:
             return grad
         own, got = spec.placements, grad._spec.placements
