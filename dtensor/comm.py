@@ -20,7 +20,7 @@ import torch
 
 from dtensor.reductions import check_reduction
 
-__all__ = ["Communicator", "Observer", "Pending", "observers"]
+__all__ = ["Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose"]
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -309,19 +309,36 @@ class Communicator(ABC):
             raise ValueError(f"{call}: src is a position, 0 to {self.size - 1}, got {src}")
 
 
+def padding_counts(padded: int, exact: int) -> bool:
+    """True where parts of unlike sizes should travel as they are, as padding adds more than 5 % and 128 bytes.
+
+    `padded`, `exact`: bytes that arrive at the position that receives most.
+    """
+    return padded > 1.05 * exact + 128
+
+
+class _Purpose(threading.local):
+    """`kind`: what the collective that a process group is asked for stands for, where that is another kind."""
+
+    kind: str | None = None
+
+
+purpose = _Purpose()
+
+
 def received(kind: str, size: int, own: int, shapes: Sequence[Shape] | int) -> int:
     """Elements that a position receives in one collective.
 
-    `shapes`: for all_gather and all_to_all the shapes that arrive, of which `own` is this position's;
-    otherwise the element count of the result. A ring all-reduce receives 2n(k-1)/k, a reduce-scatter (k-1) times
-    its result, the source of a broadcast or scatter nothing.
+    `shapes`: for all_gather and all_to_all the shapes that arrive, of which `own` is this position's, for
+    reduce_scatter those of all parts; otherwise the element count of the result. A ring all-reduce receives
+    2n(k-1)/k, a reduce-scatter (k-1)/k of all parts, the source of a broadcast or scatter nothing.
     """
     if not isinstance(shapes, int):
+        if kind == "reduce_scatter":
+            return sum(prod(s) for s in shapes) * (size - 1) // size
         return sum(prod(s) for i, s in enumerate(shapes) if i != own)
     if kind == "all_reduce":
         return 2 * shapes * (size - 1) // size
-    if kind == "reduce_scatter":
-        return shapes * (size - 1)
     return shapes
 
 

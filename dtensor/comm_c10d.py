@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor.comm import Communicator, Pending, Shape
+from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
 from dtensor.reductions import check_reduction, reduce_tensors
 
 __all__ = ["C10dCommunicator"]
@@ -79,6 +79,25 @@ def _pad(flat: torch.Tensor, numel: int) -> torch.Tensor:
     if flat.numel() == numel:
         return flat
     return torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+def _as_one(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts in one flat tensor: a view where they follow each other in memory, else a copy."""
+    some = [f for f in flats if f.numel()]
+    if not some:
+        return flats[0]
+    at, storage = some[0].storage_offset(), some[0].untyped_storage().data_ptr()
+    for f in some:
+        if f.storage_offset() != at or f.untyped_storage().data_ptr() != storage:
+            return torch.cat(list(flats))
+        at += f.numel()
+    return some[0].as_strided((at - some[0].storage_offset(),), (1,))
+
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT, "band": dist.ReduceOp.BAND, "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
+}  # fmt: skip
 
 
 class _Reduction(NamedTuple):
@@ -195,7 +214,14 @@ class C10dCommunicator(Communicator):
         dtype, width = x.dtype, _width(x.dtype)
         numels = [prod(s) * width for s in shapes]
         most = max(numels)
-        raw = _F.all_gather_into_tensor.default(_pad(_flat(x), most), self.size, self._name)
+        flat = _flat(x)
+        if padding_counts((self.size - 1) * most * flat.itemsize, (sum(numels) - min(numels)) * flat.itemsize):
+            purpose.kind = "all_gather"
+            try:
+                return self._exchange(flat.repeat(self.size), [flat.numel()] * self.size, dtype, shapes)
+            finally:
+                purpose.kind = None
+        raw = _F.all_gather_into_tensor.default(_pad(flat, most), self.size, self._name)
 
         def finish() -> list[torch.Tensor]:
             got = _wait(raw)
@@ -217,7 +243,10 @@ class C10dCommunicator(Communicator):
         wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
         flats = [f.reshape(-1) for f in flats]
         most = max(f.numel() for f in flats)
-        sent = torch.cat([_pad(f, most) for f in self._by_group_rank(flats)])
+        total = sum(f.numel() for f in flats)
+        if padding_counts(self.size * most * own.itemsize, total * own.itemsize):
+            return self._uneven_scatter(flats, how, wire_shape, shape)
+        sent = _as_one([_pad(f, most) for f in self._by_group_rank(flats)])
         raw = _F.reduce_scatter_tensor.default(sent, how.wire, self.size, self._name)
 
         def finish() -> torch.Tensor:
@@ -226,10 +255,28 @@ class C10dCommunicator(Communicator):
 
         return Pending(finish=finish)
 
+    def _uneven_scatter(
+        self, flats: Sequence[torch.Tensor], how: _Reduction, wire_shape: Shape, shape: Shape
+    ) -> Pending[torch.Tensor]:
+        """A reduce-scatter of parts of unlike sizes, as a list."""
+        out = torch.empty_like(flats[self.rank], memory_format=torch.contiguous_format)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[how.wire or "sum"]
+        options.asyncOp = True
+        work = self.group.reduce_scatter([out], [list(self._by_group_rank(flats))], options)
+        decode, size = how.decode, self.size
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            got = (out / size if how.wire == "avg" else out).view(tuple(wire_shape))
+            return (got if decode is None else decode(got)).view(tuple(shape))
+
+        return Pending(finish=finish)
+
     def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
         dtype = parts[0].dtype
         flats = [_flat(p) for p in self._by_group_rank(parts)]
-        return self._exchange(torch.cat(flats), [f.numel() for f in flats], dtype, shapes)
+        return self._exchange(_as_one(flats), [f.numel() for f in flats], dtype, shapes)
 
     def _exchange(
         self, sent: torch.Tensor, out_splits: list[int], dtype: torch.dtype, shapes: Sequence[Shape]

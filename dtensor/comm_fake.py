@@ -81,7 +81,9 @@ class FakeCommunicator(Communicator):
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
         own = parts[self.rank]
         check_reduction(op, own.dtype)
-        self._report("reduce_scatter", received("reduce_scatter", self.size, self.rank, own.numel()), own.itemsize)
+        self._report(
+            "reduce_scatter", received("reduce_scatter", self.size, self.rank, [p.shape for p in parts]), own.itemsize
+        )
         return Pending(_zeros(own, own.shape))
 
     def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:

@@ -147,7 +147,7 @@ class SimulatedCommunicator(Communicator):
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
         own = parts[self.rank]
         check_reduction(op, own.dtype)
-        elements = received("reduce_scatter", self.size, self.rank, own.numel())
+        elements = received("reduce_scatter", self.size, self.rank, [p.shape for p in parts])
         signature = ("shapes", tuple(tuple(p.shape) for p in parts), "dtype", own.dtype, "op", op)
         got = self._meet(
             "reduce_scatter", signature, parts, lambda ps: spec_reduce_scatter(ps, op), elements, own.itemsize

@@ -87,7 +87,10 @@ def region_size(region: Region) -> int:
 
 
 def received(spec: Spec, step: Step, coord: Coord) -> int:
-    """Elements that the rank at `coord` receives in `step`: 2(k-1)/k of its tensor in an all-reduce of k ranks."""
+    """Elements that the rank at `coord` receives in `step`.
+
+    Reductions count as on a ring of k ranks: (k-1)/k of what is scattered, 2(k-1)/k of what is reduced whole.
+    """
     if not step.is_collective:
         return 0
     k = math.prod(spec.mesh.shape[a] for a in step.axes)
@@ -95,7 +98,8 @@ def received(spec: Spec, step: Step, coord: Coord) -> int:
     if step.kind == "all_reduce":
         return 2 * region_size(want) * (k - 1) // k
     if step.kind == "reduce_scatter":
-        return region_size(want) * (k - 1)
+        parts = [region_size(holdings(spec, step.dst, other)) for other in members(spec, step.axes, coord)]
+        return sum(parts) * (k - 1) // k
     return sum(
         region_size(common(holdings(spec, step.src, other), want)[1])
         for other in members(spec, step.axes, coord)

@@ -64,7 +64,7 @@ def legal_steps(space: Space, src: Layout, dst: Layout) -> list[Path]:
         return [space.step(kind, (), src, dst)]
     changed = tuple(a for a, (p, q) in enumerate(zip(src, dst)) if p is not q)
     if pure and changed == axes and not any(is_cut(dst[a]) for a in axes):
-        return [space.step("all_gather", axes, src, dst), space.step("all_to_all", axes, src, dst)]
+        return [space.step("all_gather", axes, src, dst)]
     return [space.step("all_to_all", axes, src, dst)]
 
 

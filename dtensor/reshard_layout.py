@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dtensor.comm import padding_counts
 from dtensor.cost import CostModel
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
 from dtensor.reshard_step import Layout, Step
@@ -168,8 +169,11 @@ class Space:
         """A step with the bytes that the rank receives which receives most, and its cost."""
         k, model = self.ranks(axes), self.model
         if kind == "all_gather":
-            n = self.nbytes(src)
-            cost, n = model.all_gather(k, n, axes), n * (k - 1)
+            n = self.nbytes(src) * (k - 1)
+            if self.uneven(src):
+                exact = self.nbytes(dst) - self.kept(src, dst)
+                n = exact if padding_counts(n, exact) else n
+            cost = model.all_gather(k, n / (k - 1), axes)
         elif kind == "all_to_all":
             n = self.nbytes(dst) - self.kept(src, dst)
             cost = model.all_to_all(k, n * k / (k - 1), axes)
@@ -179,8 +183,8 @@ class Space:
             n = self.nbytes(dst) * parts - self.kept(whole, dst)
             cost = model.all_to_all(k, n * k / (k - 1), axes) + model.local_copy(n) + parts * model.hop
         elif kind == "reduce_scatter":
-            n = self.nbytes(dst)
-            cost, n = model.reduce_scatter(k, n * k, axes), n * (k - 1)
+            n = self.nbytes(tuple([p if a in axes else q for a, (p, q) in enumerate(zip(src, dst))]))
+            cost, n = model.reduce_scatter(k, n, axes), n * (k - 1) // k
         elif kind == "all_reduce":
             n = self.nbytes(src)
             cost, n = model.all_reduce(k, n, axes), 2 * n * (k - 1) // k

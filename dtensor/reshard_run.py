@@ -28,7 +28,7 @@ from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.spec import Spec
 
-__all__ = ["redistribute_local", "resolved", "run_reshard"]
+__all__ = ["pending_parts", "redistribute_local", "resolved", "run_reshard"]
 
 Run = Callable[[torch.Tensor, bool], torch.Tensor]
 """From the local tensor before a step to the one after; True asks for a result that may be unwaited."""
@@ -144,7 +144,8 @@ def _unwaited(result: torch.Tensor | Pending[torch.Tensor]) -> torch.Tensor:
     return result.tensor if isinstance(result, Pending) else result
 
 
-def _pending(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
+def pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
+    """What a collective with `async_op` returned, as a `Pending`."""
     return result if isinstance(result, Pending) else Pending(result)
 
 
@@ -182,7 +183,7 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         if async_op:
-            pending = _pending(comm.all_gather(x, shapes, async_op=True))
+            pending = pending_parts(comm.all_gather(x, shapes, async_op=True))
             return unwaited(lambda: join(pending.wait()), x, out_shape)
         return join(comm.all_gather(x, shapes))
 
@@ -210,7 +211,7 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
         parts = take(x)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
-            pending = _pending(comm.all_to_all(parts, shapes, async_op=True))
+            pending = pending_parts(comm.all_to_all(parts, shapes, async_op=True))
             mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile
             return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
         return finish(comm.all_to_all(parts, shapes), mine)
@@ -242,7 +243,7 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bo
         parts = take(x)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
-            pending = _pending(comm.all_to_all(parts, shapes, async_op=True))
+            pending = pending_parts(comm.all_to_all(parts, shapes, async_op=True))
             mine = mine.clone(memory_format=torch.contiguous_format)
             return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
         return finish(comm.all_to_all(parts, shapes), mine)

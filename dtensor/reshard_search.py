@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_layout import Path, Space
-from dtensor.reshard_shot import FEW, one_shot, talkers
+from dtensor.reshard_shot import one_shot, talkers
 from dtensor.reshard_step import Layout, Step
 
-__all__ = ["cheapest", "move"]
+__all__ = ["cheapest", "move", "scattered_to"]
 
 _REPLICATE = Replicate()
 _SLACK = 1 + 1e-9
@@ -102,17 +102,12 @@ def _fewest_bytes(space: Space, src: Layout, dst: Layout, pending: tuple[int, ..
     first: Path = (0.0, ()) if sliced == src else space.step("slice", _changed(src, sliced), src, sliced)
     reduced = _replicated(sliced, pending)
     ways = [_then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst)]
-    scattered = _scatter(space, sliced, dst, pending)
+    scattered = scattered_to(space, sliced, dst, pending)
     if scattered is not None:
         ways.append(_then(space, (first, space.step("reduce_scatter", pending, sliced, scattered)), scattered, dst))
-        if space.uneven(scattered):
-            even = _scatter(space, sliced, None, pending)
-            if even is not None and even != scattered:
-                step = space.step("reduce_scatter", pending, sliced, even)
-                ways.append(_then(space, (first, step), even, dst))
     cut = tuple([a for a in pending if _dim(dst[a]) >= 0])
     rest = tuple([a for a in pending if a not in cut])
-    scattered = _scatter(space, sliced, dst, cut) if cut and rest else None
+    scattered = scattered_to(space, sliced, dst, cut) if cut and rest else None
     if scattered is not None:
         part = space.step("reduce_scatter", cut, sliced, scattered)
         reduced = _replicated(scattered, rest)
@@ -121,7 +116,7 @@ def _fewest_bytes(space: Space, src: Layout, dst: Layout, pending: tuple[int, ..
         over, _ = talkers(space, _replicated(src, pending), dst)
         ways.append(space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), src, dst))
     nbytes = [sum([s.nbytes for s in steps if s.is_collective]) for _, steps in ways]
-    most = min(nbytes) * space.model.slack + FEW
+    most = min(nbytes) * space.model.slack
     return min(
         [way for way, n in zip(ways, nbytes) if n <= most],
         key=lambda way: (sum([s.is_collective for s in way[1]]), way[0]),
@@ -154,7 +149,7 @@ def _plain_cost(space: Space, src: Layout, dst: Layout, pending: list[int]) -> f
         for axes, scatter in ((scattered, True), ([a for a in pending if a not in scattered], False)):
             for kind in dict.fromkeys(src[a] for a in axes):
                 some = tuple(a for a in axes if src[a] is kind)
-                nxt = _scatter(space, cur, dst, some) if scatter else None
+                nxt = scattered_to(space, cur, dst, some) if scatter else None
                 name = "reduce_scatter" if nxt is not None else "all_reduce"
                 nxt = nxt or tuple(_REPLICATE if a in some else p for a, p in enumerate(cur))
                 cost += space.step(name, some, cur, nxt)[0]
@@ -228,7 +223,7 @@ def _edges(space: Space, cur: Layout, dst: Layout, slack: float) -> Iterator[tup
                 continue
             reduced = _replicated(cur, axes)
             whole = space.step("all_reduce", axes, cur, reduced)
-            scattered = _scatter(space, cur, dst, axes)
+            scattered = scattered_to(space, cur, dst, axes)
             if scattered is not None:
                 part = space.step("reduce_scatter", axes, cur, scattered)
                 yield scattered, part
@@ -266,7 +261,7 @@ def _slice(space: Space, cur: Layout, dst: Layout, pending: list[int]) -> Layout
     return tuple(nxt)
 
 
-def _scatter(space: Space, cur: Layout, dst: Layout | None, axes: tuple[int, ...]) -> Layout | None:
+def scattered_to(space: Space, cur: Layout, dst: Layout | None, axes: tuple[int, ...]) -> Layout | None:
     """Where a reduce-scatter over `axes` leads: to shards of `dst` where possible, else (or with None) to even shards.
 
     Replicated axes that cut the same dim right after one of `axes` are cut along with it, so that nothing is

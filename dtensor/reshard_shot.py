@@ -11,10 +11,7 @@ from __future__ import annotations
 from dtensor.reshard_layout import Path, Space, is_cut
 from dtensor.reshard_step import Layout, Step
 
-__all__ = ["FEW", "alike", "one_shot", "talkers"]
-
-FEW = 128
-"""Bytes that are not worth another kind of collective."""
+__all__ = ["alike", "one_shot", "talkers"]
 
 
 def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool]:
@@ -72,9 +69,8 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
         [S(0), S(0)] -> [R, S(0)]    over = {0, 1}
 
     Input: layouts with the same Partial axes. Returns: no steps where the layouts cut alike; a slice where
-    none must talk; an all-gather (after a slice) where all ranks along `over` want all that they hold together,
-    unless shards are so uneven that this, which sends the largest size, receives more than the model's slack
-    allows (or costs more, where seconds decide); else an all-to-all with split sizes.
+    none must talk; an all-gather (after a slice) where all ranks along `over` want all that they hold together;
+    else an all-to-all with split sizes.
     """
     axes, pure = talkers(space, src, dst)
     if not axes:
@@ -87,11 +83,5 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
         if first and (talkers(space, mid, dst) != (axes, True) or first[0].is_collective):
             return space.step("all_to_all", axes, src, dst)
         gather, second = space.step("all_gather", axes, mid if first else src, dst)
-        if space.uneven(mid):
-            exchange, third = space.step("all_to_all", axes, src, dst)
-            if not space.model.by_seconds and second[0].nbytes <= space.model.slack * third[0].nbytes + FEW:
-                return cost + gather, first + second
-            if not space.model.by_seconds or cost + gather > exchange:
-                return exchange, third
         return cost + gather, first + second
     return space.step("all_to_all", axes, src, dst)

@@ -23,6 +23,7 @@ from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.reshard_meshes import redistribute_between
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.strides import dense, in_order, stride_like
@@ -173,10 +174,11 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor in another layout of its mesh. Differentiable, any number of times.
+        """The same tensor in another layout, on its mesh or on another. Differentiable, any number of times.
 
         Args:
-            device_mesh: the tensor's own mesh, or None.
+            device_mesh: None for the tensor's own mesh. For another, all ranks of both meshes must call; a slice of a
+                mesh (`mesh["tp"]`) stands for the mesh, replicated along the axes that it leaves out.
             placements: one per mesh axis. `Partial` only where the tensor has it already.
             async_op: leave the last collective running; using the result waits for it.
             forward_dtype: cast to it before anything is sent; the result stays in it.
@@ -184,27 +186,24 @@ class DTensor(torch.Tensor):
 
         Raises:
             RuntimeError: no placements, or a Partial that is not there already.
-            NotImplementedError: another mesh.
+            MeshError: another mesh of another device type.
             ValueError, IndexError, TypeError: bad placements.
         """
-        mesh = self._spec.mesh
-        if device_mesh is not None and as_mesh(device_mesh) != mesh:
-            raise NotImplementedError(
-                f"redistribute: from {mesh} to {as_mesh(device_mesh)}: moving between meshes is not supported; "
-                "use distribute_tensor(x.full_tensor(), mesh, placements)"
-            )
+        own = self._spec.mesh
+        mesh = own if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             raise RuntimeError("redistribute: placements are needed, e.g. x.redistribute(placements=[Replicate()])")
         placed = normalize_placements(placements, mesh, self.ndim, "redistribute")
-        for axis, (src, dst) in enumerate(zip(self._spec.placements, placed, strict=True)):
+        known = self._spec.placements if mesh == own else (None,) * len(placed)
+        for axis, (src, dst) in enumerate(zip(known, placed, strict=True)):
             if isinstance(dst, Partial) and src is not dst:
                 raise RuntimeError(
                     f"redistribute: {self._spec} to {dst!r} on mesh axis {mesh.axis_name(axis)}, where it is {src!r}: "
                     "a pending reduction cannot be asked for; use Replicate() or Shard(dim)"
                 )
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype))
-        return _redistribute(self, placed, async_op, forward_dtype)
+            return cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype, mesh))
+        return _redistribute(self, placed, async_op, forward_dtype, mesh)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank, as a plain torch.Tensor. Differentiable.
@@ -269,11 +268,6 @@ class DTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Address of this rank's part: tells shared parameters apart, as for plain tensors."""
         return self._local_tensor.data_ptr()
-
-    def view(self, *args: Any) -> DTensor:
-        """As `torch.Tensor.view`: shares memory. Raises LayoutError where the shards would have to move."""
-        with _dispatch.strict_views():
-            return cast(DTensor, _view(self, *args))
 
     def __getitem__(self, index: Any) -> Any:
         return _get_item(self, _with_lists(self, index))
@@ -349,7 +343,6 @@ class DTensor(torch.Tensor):
 
 _run = _dispatch.dispatch
 _dispatch.bind(DTensor, new)
-_view = torch.Tensor.view
 _get_item = torch.Tensor.__getitem__
 _set_item = torch.Tensor.__setitem__
 _get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
@@ -415,14 +408,19 @@ def _spec_of_local(
 
 
 def _redistribute(
-    x: DTensor, placed: tuple[Placement, ...], async_op: bool = False, dtype: torch.dtype | None = None
-) -> DTensor:
-    """Layout change without autograd."""
+    x: DTensor, placed: tuple[Placement, ...], async_op: bool = False, dtype: torch.dtype | None = None,
+    mesh: DeviceMesh | None = None,
+) -> DTensor:  # fmt: skip
+    """Layout change without autograd, to another `mesh` where one is given."""
     spec = settled_spec(x, "redistribute")
     local = x._local_tensor
     if dtype is not None and dtype is not spec.dtype:
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)
+    if mesh is not None and mesh != spec.mesh:
+        target = Spec.make(mesh, placed, spec.shape, contiguous_stride(spec.shape), spec.dtype)
+        moved = redistribute_between(local, spec, target, async_op=async_op)
+        return cast(DTensor, new(DTensor, moved.contiguous(), target, requires_grad=False))
     if placed == spec.placements:
         return cast(DTensor, new(DTensor, local, spec, requires_grad=False))
     moved = redistribute_local(local, spec, spec.with_placements(placed), async_op=async_op)
@@ -486,28 +484,28 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: DTensor, placed: tuple[Placement, ...], async_op: bool,
-        forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None,
+        forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None, mesh: DeviceMesh | None,
     ) -> DTensor:  # fmt: skip
         ctx.placements, ctx.dtype, ctx.wire = _whole(x._spec.placements), x.dtype, backward_dtype
-        ctx.async_op = async_op
-        return _redistribute(x, placed, async_op, forward_dtype)
+        ctx.async_op, ctx.mesh = async_op, x._spec.mesh
+        return _redistribute(x, placed, async_op, forward_dtype, mesh)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         if ctx.wire is not None and ctx.wire is not grad.dtype:
             grad = cast(DTensor, grad.to(ctx.wire))
-        if grad._spec.placements != ctx.placements:
-            grad = _internal(grad, ctx.placements)
+        if grad._spec.mesh != ctx.mesh or grad._spec.placements != ctx.placements:
+            grad = _internal(grad, ctx.placements, ctx.mesh)
         if grad.dtype is not ctx.dtype:
             grad = cast(DTensor, grad.to(ctx.dtype))
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
-def _internal(x: DTensor, placed: tuple[Placement, ...]) -> DTensor:
+def _internal(x: DTensor, placed: tuple[Placement, ...], mesh: DeviceMesh | None = None) -> DTensor:
     """Redistribute to any layout, Partial included; differentiable."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return cast(DTensor, _Redistribute.apply(x, placed, False, None, None))
-    return _redistribute(x, placed)
+        return cast(DTensor, _Redistribute.apply(x, placed, False, None, None, mesh))
+    return _redistribute(x, placed, mesh=mesh)
 
 
 def _watch(leaf: DTensor) -> None:
@@ -520,7 +518,7 @@ def _watch(leaf: DTensor) -> None:
         if grad is None:  # an op without a derivative there, such as a norm of order 0
             return None
         if type(grad) is not DTensor or grad._spec.mesh != spec.mesh or grad.ndim != spec.ndim:
-            return grad
+            return _zeros_on(spec, grad) if grad._is_zerotensor() and type(grad) is torch.Tensor else grad
         own, got = spec.placements, grad._spec.placements
         if own is got or own == got:
             return grad
@@ -531,6 +529,13 @@ def _watch(leaf: DTensor) -> None:
         return grad if target == got else _internal(grad, target)
 
     leaf.register_hook(hook)
+
+
+def _zeros_on(spec: Spec, zeros: torch.Tensor) -> DTensor:
+    """Zeros in the layout of `spec` for those without memory that autograd's formulas give, plain, e.g. for `sgn`."""
+    target = spec.with_placements(_whole(spec.placements)).with_meta(spec.shape, spec.stride, zeros.dtype)
+    local = torch.zeros(target.local_shape, dtype=zeros.dtype, device=zeros.device)
+    return cast(DTensor, new(DTensor, local, target, requires_grad=False))
 
 
 def register_with_torch() -> None:

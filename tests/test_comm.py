@@ -347,7 +347,7 @@ def test_observers_and_traffic() -> None:
     """Simulated and fake communicators report the same traffic; the fake world also writes it down."""
     seen: list[tuple[str, tuple[int, ...], int, int]] = []
     expected = [
-        ("all_reduce", 9), ("all_gather", 5), ("reduce_scatter", 3), ("all_to_all", 18), ("broadcast", 6),
+        ("all_reduce", 9), ("all_gather", 5), ("reduce_scatter", 4), ("all_to_all", 18), ("broadcast", 6),
         ("scatter", 0),
     ]  # fmt: skip
 

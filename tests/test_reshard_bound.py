@@ -25,7 +25,7 @@ import torch
 from reshard_cases import Layout, P, R, local_of, numbers, shard_of, spec_of
 
 import dtensor
-from dtensor.comm import observers
+from dtensor.comm import observers, padding_counts
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Shard, StridedShard
 from dtensor.reshard_geometry import holdings, members, received, region_size
@@ -92,12 +92,14 @@ def bound(src: Layout, dst: Layout, mesh: tuple[int, ...], shape: tuple[int, ...
 
 
 def receives(plan: ReshardPlan, coord: tuple[int, ...]) -> int:
-    """Elements that arrive at `coord` on a process group, where an all-gather sends the largest size."""
+    """Elements that arrive at `coord` on a process group, where an all-gather may send the largest size."""
     total = 0
     for step in plan.steps:
         if step.kind == "all_gather":
             sizes = [region_size(holdings(plan.src, step.src, c)) for c in members(plan.src, step.axes, coord)]
-            total += (len(sizes) - 1) * max(sizes)
+            padded, width = (len(sizes) - 1) * max(sizes), plan.src.dtype.itemsize
+            exact = padding_counts(padded * width, (sum(sizes) - min(sizes)) * width)
+            total += received(plan.src, step, coord) if exact else padded
         else:
             total += received(plan.src, step, coord)
     return total

@@ -211,12 +211,13 @@ def value_faults(
 ) -> list[str]:
     dst = tuple(R if isinstance(p, Partial) else p for p in dst)
     x = local_of(full, src, mesh.shape, mesh.coord or ())
+    before = x.clone()
     with Calls() as calls:
         y = redistribute_local(x, spec_of(mesh, src, full), spec_of(mesh, dst, full))
-    if names == ["all_gather"] and full.shape[0] % mesh.size():
-        names = calls.names if calls.names in (["all_gather"], ["all_to_all"]) else names  # whichever receives less
+    if names == ["all_gather"] and full.shape[0] % mesh.size():  # very uneven shards travel as they are
+        names = calls.names if calls.names in (["all_gather"], ["all_to_all"]) else names
     bad = [] if names is None or calls.names == names else [f"{src} -> {dst} of {tuple(full.shape)}: {calls.names}"]
-    right = torch.equal(y, shard_of(full, dst, mesh.shape, mesh.coord or ()))
+    right = torch.equal(y, shard_of(full, dst, mesh.shape, mesh.coord or ())) and torch.equal(x, before)
     return bad if right else [*bad, f"{src} -> {dst} of {tuple(full.shape)} {full.dtype}: wrong values"]
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
+from dtensor.comm import purpose
 from dtensor.placement import REDUCE_OPS
 
 __all__ = ["Collective", "CommCounts", "classify", "key_of_kind"]
@@ -132,7 +133,7 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: obje
         "gather": got,
         "send": 0,
     }.get(kind.removesuffix("_coalesced"), got)
-    return Collective(kind, k, received, next((t.element_size() for t in (*made, *given)), 0))
+    return Collective(purpose.kind or kind, k, received, next((t.element_size() for t in (*made, *given)), 0))
 
 
 def _second_is_input(name: str) -> bool:
