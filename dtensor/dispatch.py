@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from dtensor import random as rng
-from dtensor.errors import LayoutError, explain_error
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
 from dtensor.moved import MovedSpec, ViewCall, note_writes, watching
@@ -28,24 +27,12 @@ from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 
-__all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "special", "strict_views"]
+__all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "special"]
 
 MAX_PLANS = 65536
 """Plans kept over all ops; the oldest op tables are dropped beyond."""
 
 Op = torch._ops.OpOverload
-
-
-def _refuse_strict(call: Call, decision: Decision) -> None:
-    """`view()` asked for by a user shares memory or is an error."""
-    given, wanted = next((g, w) for g, w in zip(call.inputs, decision.inputs, strict=True) if g is not w)
-    raise LayoutError(
-        explain_error(
-            decision.op, f"{given} to {[None if s is None else list(s.shape) for s in decision.outputs]}",
-            f"this view cannot be expressed on the shards: its input would have to move to {wanted}",
-            f"x.redistribute(placements={list(wanted.placements)}) first, or use reshape(), which may copy",
-        )
-    )  # fmt: skip
 
 
 class OpInfo:
@@ -68,8 +55,8 @@ class OpInfo:
         self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
         packet = self.name.split(".")[1]
         self.kind = (
-            "foreach" if packet.startswith(("_foreach_", "_fused_", "_amp_foreach"))
-            else "out" if any(a.is_out for a in args)
+            "out" if any(a.is_out for a in args)
+            else "foreach" if packet.startswith(("_foreach_", "_fused_", "_amp_foreach"))
             else "plain"
         )  # fmt: skip
         values = self.entry.values if self.entry else frozenset()
@@ -125,19 +112,6 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         _flags.implicit = before
-
-
-class strict_views:  # noqa: N801 - used as a function
-    """Inside, a view that would have to move data raises LayoutError instead. A class: `view` is on the hot path."""
-
-    __slots__ = ("before",)
-
-    def __enter__(self) -> None:
-        self.before = getattr(_flags, "strict_views", False)
-        _flags.strict_views = True
-
-    def __exit__(self, *error: object) -> None:
-        _flags.strict_views = self.before
 
 
 # ------------------------------------------------------------ the hit
@@ -328,8 +302,6 @@ class Plan:
         moved_view = view and bool(self.moves or self.kernel)  # a kernel's result is memory of its own
 
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
-            if moved_view and getattr(_flags, "strict_views", False):
-                _refuse_strict(self.call, self.decision)
             got = self.compute(local, named)
             if self.inplace:
                 if watching():

@@ -12,44 +12,30 @@ on empty ones. All that can be refused is refused before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
 from dtensor import dispatch as hot
-from dtensor.dispatch import Op, OpInfo
+from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import is_dtensor, map_args
 from dtensor.dispatch_views import plain_wrapper, whole, write_local
-from dtensor.dispatch_writes import cannot_keep
+from dtensor.dispatch_writes import cannot_keep, functional_form, gives_target
 from dtensor.placement import Replicate
 
-__all__ = ["Execute", "functional_form", "rewritten", "run_on_copies", "with_kwargs"]
+__all__ = ["Execute", "rewritten", "run_on_copies", "with_kwargs"]
+
+DRAWS = frozenset("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split())
+"""Ops that draw numbers and do not read what they write."""
 
 Execute = Callable[[list[Any], dict[str, Any], tuple[Any, ...]], Any]
-
-
-@cache
-def functional_form(func: Op) -> Op | None:
-    """The op that returns what `func` writes into its first argument, and writes nothing; None if there is none."""
-    schema = func._schema
-    packet = schema.name.rpartition("::")[2].removesuffix("_")
-    space = getattr(torch.ops, func.namespace)
-    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
-    for name in getattr(space, packet).overloads() if hasattr(space, packet) else ():
-        other: Op = getattr(getattr(space, packet), name)
-        given = other._schema.arguments
-        if [(a.name, str(a.type)) for a in given] == wanted and not any(
-            a.alias_info is not None and a.alias_info.is_write for a in given
-        ):
-            return other
-    return None
 
 
 def rewritten(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Execute:
     """What a plan runs for a call none of whose strategies keeps what it writes."""
     draws = info.entry is not None and info.entry.random
-    form = None if draws or info.written_at != (0,) else functional_form(info.func)
+    plain = info.written_at == (0,) and gives_target(info) and not draws
+    form = functional_form(info.func) if plain else None
     if form is None:
         return with_kwargs(kwargs, lambda a, k: run_on_copies(info, a, k))
 
@@ -77,14 +63,13 @@ def with_kwargs(kwargs: dict[str, Any], run: Callable[[tuple[Any, ...], dict[str
 
 def run_on_copies(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], everything: bool = False) -> Any:
     """Run an op on replicated copies of the tensors it writes (of all its tensors, if asked), and write back."""
-    draws = info.entry is not None and info.entry.random
     written: list[tuple[Any, Any]] = []
 
     def copied(t: Any) -> Any:
         if not is_dtensor(t):
             return t
         spec = t._spec.with_placements((Replicate(),) * t._spec.mesh.ndim)
-        if draws:  # what is there is not read
+        if info.name.split(".")[1] in DRAWS:
             local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=t._local_tensor.device)
         else:
             local = whole(t)

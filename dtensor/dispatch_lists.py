@@ -17,8 +17,9 @@ from torch.autograd.graph import increment_version
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import flat, is_dtensor, make_call, output_metas
-from dtensor.dispatch_functional import Execute, functional_form, run_on_copies, with_kwargs
+from dtensor.dispatch_functional import Execute, run_on_copies, with_kwargs
 from dtensor.dispatch_views import write_local
+from dtensor.dispatch_writes import functional_form
 from dtensor.errors import LayoutError, MeshError
 from dtensor.moved import note_writes, storage_of, watching
 from dtensor.placement import Shard, StridedShard

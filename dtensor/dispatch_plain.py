@@ -5,6 +5,7 @@
     made by torch's own composites or formulas    replicated, when all ranks hold the same bytes
     anything else                                 MixedTensorError
 
+What a formula of autograd reads was let pass in the forward, so it counts as torch's whoever holds it.
 For the third kind, `dtensor.plain_origin` says what is torch's. It is not enough that torch made it: a composite
 may have drawn random numbers, or computed from this rank's part. So the ranks compare what they hold, by one
 reduction of a digest per mesh axis, every time: a tensor that is the same everywhere means the same whoever made
@@ -26,9 +27,10 @@ from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args
+from dtensor.dispatch_writes import gives_target
 from dtensor.errors import MixedTensorError, explain_error
 from dtensor.placement import Replicate
-from dtensor.plain_origin import Place, made_by_torch
+from dtensor.plain_origin import Place, called_by_autograd, made_by_torch
 from dtensor.spec import Spec
 
 __all__ = ["in_composite", "replicated_on", "with_plain"]
@@ -63,9 +65,7 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     new_args, new_kwargs = map_args(convert, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
-    if info.written and info.func._schema.returns:
-        return args[0]
-    return result
+    return args[0] if info.written and gives_target(info) else result
 
 
 def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,23 +82,24 @@ def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
     plain = [p for p in _places(args, kwargs) if _at(args, kwargs, p).ndim]
     small = [_at(args, kwargs, p).numel() <= 1 for p in plain]
-    inside = getattr(hot._flags, "composite", False)
-    own = [few or inside or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
+    in_backward = torch._C._current_graph_task_id() >= 0
+    given = getattr(hot._flags, "composite", False) or (in_backward and called_by_autograd())
+    made = [few or given or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
     parts = [_like_a_part(_at(args, kwargs, p), args, kwargs) for p in plain]
     if all(small) and not any(parts):
         return
-    in_backward = torch._C._current_graph_task_id() >= 0
-    if in_backward and all(own) and info.name in _WITH_ZEROS:
+    if in_backward and all(made) and info.name in _WITH_ZEROS:
         return
+    good = made
     if in_backward:  # zeros may come from torch by way of a user's own function: the values decide, on all ranks
-        own = [mine or not _at(args, kwargs, p).any() for mine, p in zip(own, plain, strict=True)]
+        good = [mine or not _at(args, kwargs, p).any() for mine, p in zip(made, plain, strict=True)]
     else:
-        for place, mine, part in zip(plain, own, parts, strict=True):
+        for place, mine, part in zip(plain, made, parts, strict=True):
             if not mine and not part:
                 raise _mixed(info, args, kwargs, place)
-    if not _agreed([_at(args, kwargs, p) for p in plain], all(own), mesh):
-        at = plain[own.index(False)] if False in own else plain[0]
-        raise _mixed(info, args, kwargs, at, by_torch=all(own) and not any(parts))
+    if not _agreed([_at(args, kwargs, p) for p in plain], all(good), mesh):
+        at = plain[made.index(False)] if False in made else plain[0]
+        raise _mixed(info, args, kwargs, at, by_torch=all(made) and not any(parts))
     if info.name not in _noticed:
         _noticed.add(info.name)
         log.info("%s: tensors that torch made itself count as replicated, after a check over the ranks", info.name)

@@ -70,22 +70,10 @@ def take(call: ViewCall, x: Any) -> Any:
 def replay(spec: MovedSpec) -> torch.Tensor:
     """The local tensor of a view, taken again from its base."""
     x = spec.base
-    with _permissive():
-        for call in spec.calls:
-            x = take(call, x)
+    for call in spec.calls:
+        x = take(call, x)
     local: torch.Tensor = hot.redistribute_local(x._local_tensor, x._spec, x._spec.with_placements(spec.placements))
     return local
-
-
-class _permissive:  # noqa: N801 - used as a function
-    """Inside, views may move: the strict `view()` of a user is not meant."""
-
-    def __enter__(self) -> None:
-        self.before = getattr(hot._flags, "strict_views", False)
-        hot._flags.strict_views = False
-
-    def __exit__(self, *error: object) -> None:
-        hot._flags.strict_views = self.before
 
 
 # ------------------------------------------------------------ the way back
@@ -202,8 +190,7 @@ def write_local(target: Any, new: Any) -> None:
 
 def write_through(spec: MovedSpec, new: Any) -> None:
     """Make the view's value that of the ordinary DTensor `new`, and its base's accordingly."""
-    with _permissive():
-        write_local(spec.base, carried_back(spec, new))
+    write_local(spec.base, carried_back(spec, new))
     spec.local = hot.redistribute_local(new._local_tensor, new._spec, new._spec.with_placements(spec.placements))
     spec.version = version(spec.base)
 

@@ -10,6 +10,7 @@ from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args
 from dtensor.dispatch_functional import run_on_copies
+from dtensor.dispatch_writes import gives_target
 from dtensor.moved import note_writes
 from dtensor.placement import Replicate
 from dtensor.rule_absent import is_of_torch, no_rule
@@ -45,5 +46,6 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if info.written:
         note_writes(*(a for n, a in zip((p.name for p in info.func._schema.arguments), args, strict=False)
                       if n in info.written))  # fmt: skip
-        return args[0]
+        if gives_target(info):
+            return args[0]
     return type(got)(wrap(t) for t in got) if isinstance(got, (list, tuple)) else wrap(got)

@@ -6,16 +6,19 @@ rank of its mesh.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import special
+from dtensor.dispatch_writes import take_over
 from dtensor.errors import LayoutError, MixedTensorError, explain_error
-from dtensor.moved import settled_spec
+from dtensor.moved import MovedSpec, settled_spec
 from dtensor.placement import Partial, Replicate
 from dtensor.reshard_run import redistribute_local
+from dtensor.spec import Spec
 
 aten = torch.ops.aten
 
@@ -75,28 +78,61 @@ def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @special("aten.resize_.default", "aten.resize_as_.default")
 def _resize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On a replicated tensor: every rank resizes its own copy. A shard of other sizes is not a part of this one."""
+    """To no more elements: the first ones, in any layout. To more: on a replicated tensor, where every rank resizes."""
     x, size = args[0], args[1]
-    spec, local = settled_spec(x, "resize_"), x._local_tensor
     shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
-    if not spec.is_replicated():
+    if not isinstance(x, hot._DTensor):
+        return x.resize_(shape, **kwargs)
+    if shape == tuple(x.shape):
+        return x
+    spec, local = x._spec, x._local_tensor
+    if not isinstance(spec, MovedSpec) and spec.is_replicated():
+        local.resize_(shape, **kwargs)
+        take_over(x, _wrapped(local, spec.with_meta(local.shape, local.stride(), spec.dtype)))
+    elif math.prod(shape) <= x.numel() and x.is_contiguous():
+        flat = hot.dispatch(aten.view.default, (x, [-1]))
+        first = hot.dispatch(aten.slice.Tensor, (flat, 0, 0, math.prod(shape)))
+        take_over(x, hot.dispatch(aten.view.default, (first, list(shape))))
+    else:
         raise LayoutError(
             explain_error(
                 f"resize_ to {list(shape)}", str(spec),
-                "only a replicated tensor can be resized in place: the parts of another shape lie on other ranks",
+                "only a replicated tensor can grow in place: the parts of another shape lie on other ranks",
                 "make a new one: dtensor.empty(shape, device_mesh=x.device_mesh, placements=x.placements)",
             )
         )  # fmt: skip
-    local.resize_(shape, **kwargs)
-    made = hot._new(
-        hot._DTensor, local, spec.with_meta(local.shape, local.stride(), spec.dtype), requires_grad=False
-    )  # fmt: skip
-    torch._C.TensorBase.data.__set__(x, made)  # type: ignore[attr-defined]
-    x._spec = made._spec
     return x
+
+
+def _wrapped(local: torch.Tensor, spec: Spec) -> Any:
+    return hot._new(hot._DTensor, local, spec, requires_grad=False)
 
 
 @special("aten.set_.source_Tensor", "aten.set_.default", "aten.set_.source_Storage",
          "aten.set_.source_Storage_storage_offset")  # fmt: skip
 def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise NotImplementedError("set_ of a DTensor would change the local storage only; make a new DTensor")
+    """`x.set_(y)` of another DTensor: its shape, layout and memory. There is no single storage to be set."""
+    if len(args) < 2 or not all(isinstance(t, hot._DTensor) for t in args):
+        raise MixedTensorError("set_: a DTensor can share memory with another DTensor only; make a new one instead")
+    if args[0].dtype != args[1].dtype:
+        raise RuntimeError(f"set_: the tensors have dtypes {args[0].dtype} and {args[1].dtype}")
+    take_over(*args)
+    return args[0]
+
+
+# ------------------------------------------------------------ composites that read a tensor's memory in C++
+_above_autograd = torch.library.Library("aten", "IMPL")
+"""Kernels of the dispatch key that is asked first, and that only tensors of Python classes have."""
+
+
+def _tensor_split(keys: Any, x: torch.Tensor, where: torch.Tensor, dim: int = 0) -> Any:
+    """`tensor_split` whose places are a tensor: torch reads its memory, of which a DTensor has none of its own."""
+    if not isinstance(x, hot._DTensor) and not isinstance(where, hot._DTensor):
+        op, rest = aten.tensor_split.tensor_indices_or_sections, keys.remove(torch._C.DispatchKey.PythonTLSSnapshot)
+        return op.redispatch(rest, x, where, dim)
+    return torch.tensor_split(x, where.tolist(), dim)
+
+
+_above_autograd.impl(
+    "tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True
+)  # fmt: skip

@@ -159,21 +159,6 @@ def test_index_out_of_range_is_an_error_on_all_ranks() -> None:
         )  # fmt: skip
 
 
-def test_user_view_refuses_what_reshape_computes() -> None:
-    """`view` shares memory or raises; `reshape` may move."""
-
-    def program() -> tuple[DTensor, str]:
-        x = make(rand(6, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
-        with pytest.raises(LayoutError) as error:
-            x.view(-1)
-        return x.reshape(-1).full_tensor(), str(error.value)
-
-    full, text = dtensor.simulate(4)(program)[0]
-    assert torch.equal(full, rand(6, 4).reshape(-1))
-    assert "this view cannot be expressed on the shards" in text
-    assert "reshape()" in text
-
-
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_constants_in_pending_tensors(op: str) -> None:
     """A number written into a pending tensor is that number once the reduction is done."""

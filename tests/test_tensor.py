@@ -176,17 +176,6 @@ def test_a_view_that_moved_data_follows_its_base_and_is_written_through() -> Non
     on(3, f)
 
 
-def test_view_is_strict_whatever_was_called_before() -> None:
-    def f(mesh):
-        x = make(rand(4, 6), mesh, [Shard(1)])
-        for _ in range(2):
-            torch.testing.assert_close(x.reshape(6, 4).full_tensor(), rand(4, 6).reshape(6, 4))
-            with pytest.raises(LayoutError, match="cannot be expressed"):
-                x.view(6, 4)
-
-    on(2, f)
-
-
 def test_ranks_outside_the_mesh_hold_nothing() -> None:
     def f():
         mesh = dtensor.DeviceMesh("cpu", [0, 2])
