@@ -104,8 +104,6 @@ RESAMPLE = [
     Sample("trilinear", resize("trilinear", True, size=(3, 6, 5)), (VOLUME,), pending=SUMS),
     Sample("grid_sample 2d", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
            (IMAGE, rand(5, 4, 3, 2)), pending=SUMS),
-    Sample("grid_sample bicubic", lambda x, g: F.grid_sample(x, g.tanh(), "bicubic", "border", True),
-           (rand(2, 3, 4, 4), rand(2, 4, 1, 2)), pending=()),
     Sample("grid_sample 3d", lambda x, g: F.grid_sample(x, g.tanh(), padding_mode="reflection", align_corners=False),
            (VOLUME, rand(2, 3, 2, 4, 3)), pending=SUMS),
     Sample("affine_grid", lambda t: F.affine_grid(t, [5, 3, 4, 6], align_corners=False), (rand(5, 2, 3),)),

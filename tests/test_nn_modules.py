@@ -9,10 +9,9 @@ from samples_nn_modules import MODULES, NETS
 
 @pytest.mark.parametrize("sample", MODULES, ids=lambda s: s.name)
 def test_modules(sample: Sample) -> None:
-    check_layouts(sample, (4,), limit=5, seed=len(sample.name)).must_hold()
+    check_layouts(sample, (3,), limit=3, seed=len(sample.name)).must_hold()
 
 
 @pytest.mark.parametrize("sample", NETS, ids=lambda s: s.name)
-@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
-def test_nets(sample: Sample, mesh: tuple[int, ...]) -> None:
-    check_layouts(sample, mesh, limit=4, seed=len(sample.name)).must_hold()
+def test_nets(sample: Sample) -> None:
+    check_layouts(sample, (2, 2), limit=3, seed=len(sample.name)).must_hold()
