@@ -90,7 +90,6 @@ def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     return value.reshape(out.local_shape), index.reshape(out.local_shape)
 
 
-register("aten.sort", along)
 register("aten.topk", topk)
 register("aten.kthvalue", kthvalue)
 register("aten.median.dim aten.mode aten.nanmedian.dim", reduced_along)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ from samples_exchange import NO_STRATEGIES, SAMPLES
 import dtensor
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, init_device_mesh
 from dtensor.comm import observers
+from dtensor.factors import Rule
 from dtensor.moved import MovedSpec
+from dtensor.registry import Call, override
+from dtensor.simulate import fake_world
 from dtensor.spec import Spec
 from propagation_rules.exchange import Run, backwards, busiest, cutting, exchange, places
 from propagation_rules.exchange_plan import plan
+from propagation_rules.sorting import sort
 
 R = Replicate()
 S0, S1 = Shard(0), Shard(1)
@@ -288,3 +293,46 @@ def test_an_index_out_of_range_is_refused_on_all_ranks() -> None:
             torch.ops.aten.select.int(x, 0, 6)
 
     dtensor.simulate(4)(program)
+
+
+# ------------------------------------------------------------ sorting
+def _sorted_in_parts(call: Call) -> Rule:
+    """The rule of sort whose kernel costs nothing, so that it is always taken."""
+    rule = sort(call)
+    return replace(rule, kernels=tuple(replace(k, collectives=0) for k in rule.kernels))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_a_vector_is_sorted_in_parts(dtype: torch.dtype) -> None:
+    """Stable, NaN last, for sizes below and above the ranks; nobody gets more than its part and the counts."""
+    vectors = []
+    for n in (0, 1, 3, 37, 64):
+        x = rand(n, dtype=dtype)
+        if n > 8 and dtype.is_floating_point:
+            x = (x * 2).round()
+            x[[3, n - 2]], x[5], x[7], x[[2, 6]] = math.nan, math.inf, -math.inf, torch.tensor([0.0, -0.0]).to(dtype)
+        if n > 8 and dtype == torch.int64:
+            x[4], x[9] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+        vectors.append(x)
+
+    def program() -> None:
+        for mesh, placed in ((init_device_mesh("cpu", (4,)), [S0]), (init_device_mesh("cpu", (2, 2)), [S0, S0])):
+            for x in vectors:
+                for descending in (False, True):
+                    value, index = make(x, mesh, placed).sort(stable=True, descending=descending)
+                    assert value.placements == index.placements == tuple(placed)
+                    want = x.sort(stable=True, descending=descending)
+                    assert torch.equal(index.full_tensor(), want.indices)
+                    torch.testing.assert_close(value.full_tensor(), want.values, rtol=0, atol=0, equal_nan=True)
+
+    with override("aten.sort", _sorted_in_parts):
+        dtensor.simulate(4)(program)
+
+
+def test_a_long_vector_stays_cut_while_it_is_sorted() -> None:
+    """Where gathering costs more than looking for the boundaries; the shard of a matrix moves to another dim."""
+    with fake_world(64) as world:
+        mesh = init_device_mesh("cpu", (64,))
+        assert DTensor.from_local(torch.rand(600_000), mesh, [S0]).sort()[0].placements == (S0,)
+        assert max(t.elements for t in world.traffic) < 64 * 600_000
+        assert DTensor.from_local(torch.rand(100, 640), mesh, [S0]).sort(0)[0].placements == (S1,)
