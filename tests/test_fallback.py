@@ -409,6 +409,24 @@ def test_plain_tensors_in_a_users_backward(how: Callable[..., torch.Tensor], rig
     on(2, f)
 
 
+def test_a_formula_of_autograd_may_read_what_the_forward_let_pass() -> None:
+    """The factor is a user's, saved under `implicit_replication`; the backward runs outside, and compares."""
+
+    def f(mesh):
+        x = make(X, mesh, [S0]).requires_grad_()
+        for factor in (B, torch.full((5, 4), float(mesh.get_rank()))):
+            with dtensor.experimental.implicit_replication():
+                loss = (x * factor).sum()
+            if factor is B:
+                loss.backward()
+                assert torch.equal(x.grad.full_tensor(), B)
+            else:
+                with pytest.raises(MixedTensorError, match="do not hold the same values"):
+                    loss.backward()
+
+    on(2, f)
+
+
 def test_numbers_and_parts_of_one_element() -> None:
     """A 0-d or one-element tensor is a number, unless it may be a rank's part: then the ranks decide together."""
 
@@ -437,6 +455,15 @@ def test_as_strided(sample: Sample) -> None:
         check_strategies(sample, (3,), limit=12).must_hold()
 
 
+def test_tensor_split_at_places_in_a_tensor() -> None:
+    """torch reads the places out of memory, which a DTensor has only in parts; other tensors are left to torch."""
+    places = torch.tensor([1, 3])
+    fn = lambda x, i: torch.tensor_split(x, i, 0)  # noqa: E731
+    for at in (places, torch.tensor(2)):
+        check_layouts(Sample("tensor_split", fn, (X, at), pending=("sum",)), (3,), limit=8).must_hold()
+    assert [t.shape[0] for t in torch.tensor_split(X, places)] == [1, 2, 2]
+
+
 def test_as_strided_beyond_the_tensor_is_refused() -> None:
     def f(mesh):
         x = make(rand(4, 5), mesh, [S0])
@@ -454,7 +481,7 @@ def test_resize_of_replicated_tensors() -> None:
         x.resize_as_(make(torch.zeros(2, 2), mesh, [R]))
         assert x.full_tensor().tolist() == [[0, 1], [2, 3]]
         with pytest.raises(LayoutError, match="resize_"):
-            make(rand(4, 3), mesh, [S0]).resize_(3, 3)
+            make(rand(4, 3), mesh, [S0]).resize_(5, 3)
 
     on(2, f)
 
@@ -471,3 +498,30 @@ def test_an_op_of_another_library_is_refused_with_a_rule_to_paste() -> None:
 
     on(2, f)
     assert "shardwright_fallback.twice" not in registry.entries()
+
+
+def test_zeros_that_a_formula_of_autograd_gives_a_leaf() -> None:
+    """The gradient of `sgn` is a plain tensor without memory: the leaf gets zeros in its own layout."""
+
+    def f(mesh):
+        for placed in (R, S0, P):
+            x = make(X, mesh, [placed]).requires_grad_()
+            (x.sgn() * 3).sum().backward()
+            assert isinstance(x.grad, DTensor) and x.grad.placements == (R if placed is P else placed,)
+            assert torch.equal(x.grad.full_tensor(), torch.zeros(5, 4))
+
+    on(2, f)
+
+
+def test_the_chunked_loss_of_a_linear_layer() -> None:
+    """torch's op writes into plain buffers of its own in its backward; DTensors go by the two ops it stands for."""
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None or not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+
+    def fn(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        chunked = options(batch_chunk_size=2)
+        return F.linear_cross_entropy(x, w, target, reduction="none", options=chunked)
+
+    sample = Sample("chunked", fn, (rand(5, 4), rand(3, 4), ints(3, 5)), pending=("sum",))
+    check_layouts(sample, (3,), limit=8).must_hold()
