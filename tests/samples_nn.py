@@ -152,3 +152,27 @@ BAGS = [
     Sample("bag of none", lambda w, i, o: F.embedding_bag(i, w, o, mode="sum"),
            (rand(9, 6), NUMBERS[:0], torch.tensor([0, 0])), pending=()),
 ]  # fmt: skip
+
+LENGTHS = ((8, 7, 8, 6, 8), (3, 2, 3, 1, 3))
+CTC = [  # what its second result holds beyond the lengths is not initialised
+    Sample("ctc", lambda x, t: F.ctc_loss(x.log_softmax(2), t, *LENGTHS, reduction="none"),
+           (rand(8, 5, 6), ints(5, 5, 3) + 1), pending=SUMS),
+    Sample("ctc strung together", lambda x, t: F.ctc_loss(x.log_softmax(2), t, *LENGTHS),
+           (rand(8, 5, 6), ints(5, 12) + 1), pending=()),
+]  # fmt: skip
+
+SELF, ATTENTION = [rand(24, 8), rand(24), rand(8, 8), rand(8)], aten._native_multi_head_attention
+NORMS_AND_WIDE = [rand(8), rand(8), rand(8), rand(8), rand(16, 8), rand(16), rand(8, 16), rand(8)]
+LAYERS = [
+    Sample("weight_norm", lambda v, g: aten._weight_norm_interface(v, g, 0)[0], (rand(6, 4, 3), rand(6, 1, 1)),
+           pending=SUMS),
+    Sample("weight_norm last", lambda v, g: aten._weight_norm_interface(v, g, 1)[0], (rand(6, 4), rand(1, 4)),
+           pending=SUMS),
+    Sample("attention layer", lambda x, *w: ATTENTION(x, x, x, 8, 2, *w), (rand(5, 3, 8), *SELF), pending=(),
+           grads=False),
+    Sample("attention layer masked", lambda x, m, *w: ATTENTION(x, x, x, 8, 2, *w, m, True, True, 1),
+           (rand(5, 3, 8), torch.tensor([[False, False, True]] * 5), *SELF), pending=(), grads=False),
+    Sample("encoder layer",
+           lambda x, *w: aten._transformer_encoder_layer_fwd(x, 8, 2, *w[:4], True, True, 1e-5, *w[4:]),
+           (rand(5, 3, 8), *SELF, *NORMS_AND_WIDE), pending=(), grads=False),
+]  # fmt: skip
