@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.memory import refuse_layout
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
@@ -44,6 +45,7 @@ def distribute_tensor(
     mesh = as_mesh(device_mesh)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor: expected a torch.Tensor, got {type(tensor).__name__}")
+    refuse_layout("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise RuntimeError(
             "distribute_tensor: the tensor is not a leaf of the autograd graph, and the link to its history would be "

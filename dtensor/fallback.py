@@ -11,6 +11,7 @@ from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args
 from dtensor.dispatch_functional import run_on_copies
 from dtensor.dispatch_writes import gives_target
+from dtensor.memory import refuse_layout
 from dtensor.moved import note_writes
 from dtensor.placement import Replicate
 from dtensor.rule_absent import is_of_torch, no_rule
@@ -40,6 +41,8 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def wrap(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return t
+        if t.is_nested or t.layout not in (torch.strided, torch.sparse_coo):
+            refuse_layout(f"{info.name}, the result", t)
         spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
         return hot._new(hot._DTensor, t, spec, requires_grad=False)
 

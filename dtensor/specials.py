@@ -66,6 +66,18 @@ def _allclose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
 
 
+@special("aten._pin_memory.default")
+def _pin_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return hot._new(hot._DTensor, x._local_tensor.pin_memory(), x._spec, requires_grad=False)
+
+
+@special("aten._has_compatible_shallow_copy_type.default")
+def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Asked when `x.data = y` is set."""
+    return all(isinstance(t, hot._DTensor) for t in args)
+
+
 @special("aten.is_same_size.default")
 def _is_same_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0].shape == args[1].shape)

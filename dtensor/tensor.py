@@ -21,6 +21,7 @@ from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_meshes import redistribute_between
@@ -126,6 +127,7 @@ class DTensor(torch.Tensor):
             raise RuntimeError("from_local: got a DTensor; it is distributed already, use redistribute()")
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local: local_tensor must be a torch.Tensor, got {type(local_tensor).__name__}")
+        refuse_layout("from_local", local_tensor)
         if (shape is None) != (stride is None):
             raise RuntimeError("from_local: pass both shape and stride of the global tensor, or neither")
         mesh = as_mesh(device_mesh)
@@ -268,6 +270,8 @@ class DTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Address of this rank's part: tells shared parameters apart, as for plain tensors."""
         return self._local_tensor.data_ptr()
+
+    apply_, map_, share_memory_, is_shared = apply_, map_, share_memory_, is_shared
 
     def __getitem__(self, index: Any) -> Any:
         return _get_item(self, _with_lists(self, index))
@@ -526,7 +530,10 @@ def _watch(leaf: DTensor) -> None:
             g if isinstance(o, Replicate) and isinstance(g, Partial) else Replicate() if isinstance(o, Partial) else o
             for o, g in zip(own, got, strict=True)
         )
-        return grad if target == got else _internal(grad, target)
+        if target == got:
+            return grad
+        refuse_layout(f"the gradient of a leaf laid out as {spec}", grad._local_tensor, "embedding(..., sparse=False)")
+        return _internal(grad, target)
 
     leaf.register_hook(hook)
 

@@ -525,3 +525,46 @@ def test_the_chunked_loss_of_a_linear_layer() -> None:
 
     sample = Sample("chunked", fn, (rand(5, 4), rand(3, 4), ints(3, 5)), pending=("sum",))
     check_layouts(sample, (3,), limit=8).must_hold()
+
+
+# ------------------------------------------------------------ memory, and tensors that are not dense
+def test_methods_that_go_to_memory() -> None:
+    """torch's own versions would read the memory of the wrapper, which has none, and end the process."""
+
+    def f(mesh):
+        for placed in (R, S0):
+            x = make(X, mesh, [placed])
+            assert not x.is_shared() and x.share_memory_() is x and x.is_shared()
+            assert torch.equal(x.clone().apply_(lambda a: a + 1).full_tensor(), X.clone().apply_(lambda a: a + 1))
+            assert torch.equal(x.clone().map_(x, max).full_tensor(), X)
+        pending = make(X, mesh, [P])
+        for call in (lambda: pending.apply_(abs), lambda: pending.map_(pending, max), lambda: x.map_(pending, max)):
+            with pytest.raises(LayoutError, match="single elements"):
+                call()
+
+    on(2, f)
+
+
+def test_only_dense_tensors_are_distributed() -> None:
+    def f(mesh):
+        sparse, x = torch.eye(4).to_sparse(), make(torch.eye(4), mesh, [S0])
+        for call in (
+            lambda: dtensor.distribute_tensor(sparse, mesh, [R]),
+            lambda: DTensor.from_local(sparse, mesh, [R]),
+            lambda: DTensor.from_local(torch.eye(4).to_sparse_csr(), mesh, [R]),
+            lambda: x.to_sparse_csr(),
+            lambda: x.to_mkldnn(),
+            lambda: torch.nested.nested_tensor([x, x]),
+        ):
+            with pytest.raises(RuntimeError, match="only dense tensors"):
+                call()
+        with pytest.raises(MixedTensorError, match="plain sparse_coo float32"):
+            torch.sparse.mm(sparse, x)
+
+        table, index = make(rand(4, 3), mesh, [S0]).requires_grad_(), make(ints(4, 3), mesh, [R])
+        with pytest.raises(RuntimeError, match="sparse=False"):
+            F.embedding(index, table, sparse=True).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        on(2, f)
