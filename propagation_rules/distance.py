@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from dtensor.factors import Rule
 from dtensor.registry import Call, pattern, register
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
+from propagation_rules.empty_shards import zeros_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,9 @@ class _filled:  # noqa: N801 - used as a function
     of: pattern
 
     def __call__(self, call: Call) -> Rule:
-        return replace(self.of(call), bind=lambda ins, outs: zeros_of(outs) if any(map(is_empty_shard, ins)) else None)
+        return replace(
+            self.of(call), bind=lambda ins, outs: zeros_of(outs) if any(not s.local_numel for s in ins) else None
+        )
 
     @property
     def text_form(self) -> str:

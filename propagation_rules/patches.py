@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
+from propagation_rules.empty_shards import zeros_of
 from propagation_rules.labelled import Labels, labelled
 
 
@@ -25,7 +25,7 @@ def patches(call: Call) -> Rule:
     return labelled(
         call, [image if to_columns else columns], [columns if to_columns else image],
         sizes={"c": channels, "k": window}, whole=["k"], linear=(linear(0),),
-        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[0]) else None,
+        bind=lambda ins, outs: zeros_of(outs) if not ins[0].local_numel else None,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from dtensor.factors import Dims, Kernel, Linear, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, linear_groups, register
 from dtensor.spec import Spec, TensorMeta
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
+from propagation_rules.empty_shards import zeros_of
 from propagation_rules.labelled import labelled
 from propagation_rules.pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
 
@@ -52,7 +52,7 @@ class planes:  # noqa: N801 - used as a function
         rule = labelled(
             call, [labels(n, s) for n, s in zip(call.names, call.inputs, strict=True)],
             [[] if m is None else labels("", m) for m in call.outputs], linear=self._groups(),
-            bind=lambda ins, outs: zeros_of(outs) if any(map(is_empty_shard, ins)) else None,
+            bind=lambda ins, outs: zeros_of(outs) if any(not s.local_numel for s in ins) else None,
             localize=_input_size if "input_size" in call.arguments else None,
         )  # fmt: skip
         return rule

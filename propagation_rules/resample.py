@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
+from propagation_rules.empty_shards import zeros_of
 from propagation_rules.labelled import labelled
 from propagation_rules.pool import planes
 
@@ -30,7 +30,7 @@ def grid_sampler(call: Call) -> Rule:
     outs = ["input", "grid"] if backward else [""]
     return labelled(
         call, [labels["" if n == "grad_output" else n] for n in call.names], [labels[n] for n in outs],
-        linear=(linear(0),), bind=lambda ins, outs: zeros_of(outs) if any(map(is_empty_shard, ins)) else None,
+        linear=(linear(0),), bind=lambda ins, outs: zeros_of(outs) if any(not s.local_numel for s in ins) else None,
     )  # fmt: skip
 
 
