@@ -94,6 +94,22 @@ def _as_one(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     return some[0].as_strided((at - some[0].storage_offset(),), (1,))
 
 
+def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts in one flat tensor of their dtype: a view where they follow each other, else one copy."""
+    if all(p.is_contiguous() and not p.is_conj() and not p.is_neg() for p in parts):
+        return _as_one([p.view(-1) for p in parts])
+    out = torch.empty(sum(p.numel() for p in parts), dtype=parts[0].dtype, device=parts[0].device)
+    at = 0
+    for p in parts:
+        out[at : at + p.numel()].view(p.shape).copy_(p)
+        at += p.numel()
+    return out
+
+
+def _shaped(got: torch.Tensor, decode: _Step | None, shape: Shape) -> torch.Tensor:
+    return (got if decode is None else decode(got)).view(tuple(shape))
+
+
 _OPS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT, "band": dist.ReduceOp.BAND, "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
@@ -237,6 +253,11 @@ class C10dCommunicator(Communicator):
             received = self._all_to_all(parts, [tuple(shape)] * self.size)
             return Pending(finish=lambda: reduce_tensors(received.wait(), op))
         encode, decode = how.encode, how.decode
+        if encode is None and all(p.shape == shape for p in parts):
+            raw = _F.reduce_scatter_tensor.default(_packed(self._by_group_rank(parts)), how.wire, self.size, self._name)
+            if decode is None and own.dim() == 1:
+                return Pending(finish=lambda: _wait(raw), raw=raw)
+            return Pending(finish=lambda: _shaped(_wait(raw), decode, shape))
         flats = [p.reshape(-1) for p in parts]
         if encode is not None:
             flats = [encode(f) for f in flats]
@@ -261,7 +282,7 @@ class C10dCommunicator(Communicator):
         """A reduce-scatter of parts of unlike sizes, as a list."""
         out = torch.empty_like(flats[self.rank], memory_format=torch.contiguous_format)
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[how.wire or "sum"]
+        options.reduceOp = _OPS[how.wire or "sum"]  # type: ignore[assignment]
         options.asyncOp = True
         work = self.group.reduce_scatter([out], [list(self._by_group_rank(flats))], options)
         decode, size = how.decode, self.size
@@ -275,8 +296,8 @@ class C10dCommunicator(Communicator):
 
     def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
         dtype = parts[0].dtype
-        flats = [_flat(p) for p in self._by_group_rank(parts)]
-        return self._exchange(_as_one(flats), [f.numel() for f in flats], dtype, shapes)
+        ordered, width = self._by_group_rank(parts), _width(dtype)
+        return self._exchange(_flat(_packed(ordered)), [p.numel() * width for p in ordered], dtype, shapes)
 
     def _exchange(
         self, sent: torch.Tensor, out_splits: list[int], dtype: torch.dtype, shapes: Sequence[Shape]

@@ -87,16 +87,22 @@ class _TakeOne:
 class Take:
     """Parts of a tensor of `shape`, one for each of `regions`. Called with the tensor it gives the parts."""
 
-    __slots__ = ("_dim", "_each", "_sizes")
+    __slots__ = ("_dim", "_each", "_in_order", "_sizes")
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
         self._dim = _side_by_side(regions, shape)
+        self._in_order = self._dim is not None and all(n == 1 for n in shape[: self._dim])
         self._sizes: list[int] = []
         self._each: list[_TakeOne] = []
         if self._dim is not None:
             self._sizes = [sum(n for _, n in region[self._dim]) for region in regions]
         else:
             self._each = [_TakeOne(region, shape) for region in regions]
+
+    @property
+    def in_order(self) -> bool:
+        """True where the parts of a contiguous tensor follow each other in memory and are all of it."""
+        return self._in_order
 
     @property
     def copies(self) -> bool:
@@ -113,10 +119,11 @@ class Join:
     """A tensor of `shape` from parts, the i-th of which is to lie at `regions[i]`; together they fill it.
 
     Parts without elements are passed over. Where one part is all there is it is returned as it is, and `single`
-    is its number; else the result is no view of memory that a caller owns.
+    is its number; else the result is no view of memory that a caller owns. `in_order` is True where parts that follow
+    each other in one buffer are the result as they lie.
     """
 
-    __slots__ = ("_blocks", "_dim", "_order", "_shape", "single")
+    __slots__ = ("_blocks", "_dim", "_order", "_shape", "in_order", "single")
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
         self._shape = tuple(shape)
@@ -124,6 +131,9 @@ class Join:
         self._order = sorted(filled, key=lambda i: regions[i])
         self._dim = _side_by_side([regions[i] for i in self._order], shape) if filled else None
         self.single = filled[0] if len(filled) == 1 else None
+        self.in_order = (
+            self._dim is not None and self._order == sorted(self._order) and all(n == 1 for n in shape[: self._dim])
+        )
         self._blocks: list[tuple[int, list[_Block]]] = []
         if self._dim is None and self.single is None:
             self._blocks = [(i, _blocks(regions[i])) for i in filled]
@@ -133,7 +143,7 @@ class Join:
             return parts[self.single]
         if self._dim is not None:
             some = [parts[i] for i in self._order]
-            whole = _adjacent(some, self._shape) if self._dim == 0 else None
+            whole = _adjacent(some, self._shape) if self.in_order else None
             return torch.cat(some, self._dim) if whole is None else whole
         out = parts[0].new_empty(self._shape)
         for i, blocks in self._blocks:

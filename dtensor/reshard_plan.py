@@ -13,6 +13,7 @@ Steps.
     all_to_all       anything without reduction, with split sizes, over exactly the axes that must talk
     reduce_scatter   P -> S      each position reduces the part that it keeps
     all_reduce       P -> R
+    all_to_all_reduce    P -> anything: the parts go where they are wanted and are reduced there
     scale            P(sum) -> P(avg) and back, without communication
     zero_fill, one_fill, keep    R -> P, without communication: the value stays at position 0, or everywhere
 
@@ -25,22 +26,28 @@ receives just what it wants and lacks. On a mesh (2, 4) of axes x, y:
     [S(0), S(1)] -> [R, R]          all-gather over x and y
     [S(0), R]    -> [R, S(1)]       slice, then all-gather over x
 
-Where links differ in speed, or a launch costs less than the hops of a large group, several smaller
-collectives can be cheaper: then the orders in which axes can go to their target are searched.
+What "must talk" means is read off the digits that each axis fixes of a dim's index, so that a split factor that
+skips what another axis would have cut first is seen to be the same cut.
 
 Reducing. A Partial axis is reduced before anything else moves, since data that is not reduced is never smaller;
-it is sliced before that where this is local. (A move first can save part of a launch; it would cost memory and
-bytes.) An axis may be reduced to R, or scattered to its shard in `dst`, or, where another axis stands in the
-way, to any even shard, from which the final move gathers. Axes of one kind may be reduced in one collective.
+it is sliced before that where this is local. An axis may be reduced to R, or scattered to its shard in `dst`, or,
+where another axis stands in the way, to any even shard, from which the final move gathers. Axes of one kind are
+reduced in one collective. Where that receives no more, every rank fetches the pending parts of what it wants and
+reduces them itself, always in the same order.
 
     [P, P]    -> [R, R]       all-reduce over x and y
     [P, P]    -> [S(0), R]    reduce-scatter over x, then all-reduce over y of the half
     [P, R]    -> [R, S(0)]    slice, then all-reduce over x of the quarter
     [P, S(0)] -> [R, S(0)]    all-reduce over x
+    [P, S(0)] -> [S(0), S(0)] all-to-all over x and y; each reduces two parts
 
-Search. Uniform-cost: the cheapest open state is expanded first, so the first path that arrives is the
-cheapest over these steps. An axis only ever has its placement of `src`, of `dst`, R, or one even shard, so
-there are few states, no path visits one twice, and the search ends; paths dearer than a known one are cut off.
+Choice. With a finite `slack` of the cost model: of the ways above those that receive at most `slack` times the fewest
+bytes, of those the ones with the fewest collectives, of those the one of fewest seconds. They are few, and none
+is searched for. With `slack=inf` the seconds alone decide; then several smaller collectives can be cheaper, where links
+differ in speed or a launch costs less than the hops of a large group, and the orders are searched: uniform-cost,
+the cheapest open state first. An axis only ever has its placement of `src`, of `dst`, R, or one even shard, so there
+are few states, no path visits one twice, and the search ends; paths dearer than a known one are cut off. The graph of
+all layouts (`dtensor.reshard_graph`) is the reference that both are tested against.
 
 Towards Partial. The engine itself asks for it (a user may not): the tensor is brought to R on those axes
 and then split, as the last step.

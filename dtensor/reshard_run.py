@@ -196,7 +196,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
-    """My own part does not go through the collective."""
+    """My own part goes through the collective where that saves a copy: of what is sent, or of what has come."""
     comm = _comm(spec, step)
     have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
     group = list(members(spec, step.axes, coord))
@@ -205,7 +205,12 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     into = [common(holdings(spec, step.src, other), want)[1] for other in group]
     join = Join(into, region_shape(want))
     out_shape = region_shape(want)
-    shapes: Sequence[tuple[int, ...]] = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
+    through = join.single is None and (take.in_order or join.in_order)
+    shapes: Sequence[tuple[int, ...]] = [
+        (0,) if i == me and not through else region_shape(part) for i, part in enumerate(into)
+    ]
+    if through:
+        return _exchange_all(comm, take, join, shapes, out_shape)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         parts = take(x)
@@ -219,6 +224,22 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
+
+    return run
+
+
+def _exchange_all(
+    comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]
+) -> Run:
+    """All parts go through the collective."""
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if take.in_order:
+            x = x.contiguous()
+        if async_op:
+            pending = pending_parts(comm.all_to_all(take(x), shapes, async_op=True))
+            return unwaited(lambda: join(pending.wait()), x, out_shape)
+        return join(comm.all_to_all(take(x), shapes))
 
     return run
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
+import torch
 
 import dtensor
 from dtensor.cost import CostModel, current_cost_model, set_cost_model, use_cost_model
+from dtensor.device_mesh import init_device_mesh
+from dtensor.placement import Partial, Replicate, Shard
+from dtensor.propagate import move_cost
+from dtensor.reshard_plan import plan_reshard
+from dtensor.simulate import fake_world
+from dtensor.spec import Spec
 
 
 def test_sums() -> None:
@@ -53,3 +63,19 @@ def test_replacing() -> None:
         assert current_cost_model() is other
     finally:
         set_cost_model(usual)
+
+
+@pytest.mark.parametrize("slack", [1.05, math.inf])
+def test_one_axis_costs_the_planner_of_ops_what_its_plan_costs(slack: float) -> None:
+    """The cost by which ops choose strategies is that of the plan that then runs."""
+    kinds = [Replicate(), Shard(0), Shard(1), Partial()]
+    model = CostModel(slack=slack, pairwise=0.0)
+    with fake_world(4), use_cost_model(model):
+        mesh = init_device_mesh("cpu", (4,))
+        for src, dst in itertools.permutations(kinds, 2):
+            if isinstance(dst, Partial):
+                continue
+            spec = Spec.make(mesh, (src,), (64, 32), (32, 1), torch.float32)
+            plan = plan_reshard(spec, spec.with_placements((dst,)))
+            expected = move_cost(model, src, dst, spec.local_numel_bound * 4, 4)
+            assert plan.cost == pytest.approx(expected, rel=1e-6), str(plan)

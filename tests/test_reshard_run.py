@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from gloo_ranks import run_ranks
 from reshard_cases import Layout, P, R, local_of, numbers, pairs, shard_of, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dtensor
 from dtensor.comm import observers
@@ -221,6 +223,62 @@ def value_faults(
     return bad if right else [*bad, f"{src} -> {dst} of {tuple(full.shape)} {full.dtype}: wrong values"]
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes that storages made inside hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _gone(self, n: int) -> None:
+        self.now -= n
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage not in self.known and not any(t.is_set_to(a) for a in tree_leaves(args) if a is t):
+                    self.known.add(storage)
+                    self.now += storage.nbytes()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self._gone, storage.nbytes())
+        return out
+
+
+WHOLE_TWICE = "shards that do not lie one after another in the result are put together from a buffer of its size"
+
+REDUCED_HERE = "pending parts that the receiver reduces arrive all together; a second collective has its own buffers"
+
+
+def memory_on_gloo(rank: int, world: int) -> None:
+    """What a redistribution allocates: its input and output at most, else see `WHOLE_TWICE` and `REDUCED_HERE`."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    shape = (16, 12)
+    kinds: list[Layout] = [(R, R), (S0, S0), (S1, S1), (S0, S1), (S1, S0), (S0, R), (R, S1), (P, R), (P, S1), (P, P)]
+    bad = []
+    for src in kinds:
+        for dst in kinds:
+            if src == dst or any(q is P and p is not P for p, q in zip(src, dst)):
+                continue
+            full = numbers(shape)
+            x = local_of(full, src, mesh.shape, mesh.coord or ())
+            a, b = spec_of(mesh, src, full), spec_of(mesh, dst, full)
+            redistribute_local(x, a, b)
+            peak = Peak()
+            peak.known.add(x.untyped_storage())
+            with peak:
+                y = redistribute_local(x, a, b)
+            held, made = x.numel() * x.itemsize, y.numel() * y.itemsize
+            limit = max(held + made, 2 * made)
+            if "all_to_all_reduce" in plan_reshard(a, b).collectives or len(plan_reshard(a, b).collectives) > 1:
+                limit = held + 3 * made  # REDUCED_HERE
+            if peak.most > limit + 64:
+                bad.append(f"{src} -> {dst}: {peak.most} bytes for {held} + {made}")
+    assert not bad, bad
+
+
 @pytest.mark.processes
 def test_on_gloo_processes() -> None:
-    run_ranks(4, [on_gloo], timeout=180).check()
+    run_ranks(4, [on_gloo, memory_on_gloo], timeout=300).check()
