@@ -522,7 +522,7 @@ def _watch(leaf: DTensor) -> None:
         if grad is None:  # an op without a derivative there, such as a norm of order 0
             return None
         if type(grad) is not DTensor or grad._spec.mesh != spec.mesh or grad.ndim != spec.ndim:
-            return _zeros_on(spec, grad) if grad._is_zerotensor() and type(grad) is torch.Tensor else grad
+            return _zeros_on(spec, grad) if type(grad) is torch.Tensor and _all_zero(grad) else grad
         own, got = spec.placements, grad._spec.placements
         if own is got or own == got:
             return grad
@@ -538,8 +538,12 @@ def _watch(leaf: DTensor) -> None:
     leaf.register_hook(hook)
 
 
+def _all_zero(grad: torch.Tensor) -> bool:
+    return bool(grad._is_zerotensor()) or not grad.any()
+
+
 def _zeros_on(spec: Spec, zeros: torch.Tensor) -> DTensor:
-    """Zeros in the layout of `spec` for those without memory that autograd's formulas give, plain, e.g. for `sgn`."""
+    """Zeros in the layout of `spec` for those that autograd's formulas give, plain, e.g. for `sgn` or `repeat(0)`."""
     target = spec.with_placements(_whole(spec.placements)).with_meta(spec.shape, spec.stride, zeros.dtype)
     local = torch.zeros(target.local_shape, dtype=zeros.dtype, device=zeros.device)
     return cast(DTensor, new(DTensor, local, target, requires_grad=False))

@@ -336,3 +336,18 @@ def test_a_long_vector_stays_cut_while_it_is_sorted() -> None:
         assert DTensor.from_local(torch.rand(600_000), mesh, [S0]).sort()[0].placements == (S0,)
         assert max(t.elements for t in world.traffic) < 64 * 600_000
         assert DTensor.from_local(torch.rand(100, 640), mesh, [S0]).sort(0)[0].placements == (S1,)
+
+
+def test_gradients_of_nothing_have_the_leafs_layout() -> None:
+    """Autograd's formulas make plain zeros where nothing was joined or repeated."""
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for n, fn in ((0, lambda x: torch.cat([x, x * 2])), (3, lambda x: x.repeat(0)), (3, lambda x: x[:0])):
+            x = make(rand(n), mesh, [S0], requires_grad=True)
+            fn(x).full_tensor().sum().backward()
+            assert isinstance(x.grad, DTensor)
+            assert x.grad.placements == (S0,)
+            assert torch.equal(x.grad.full_tensor(), torch.zeros(n))
+
+    dtensor.simulate(2)(program)
