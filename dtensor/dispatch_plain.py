@@ -81,6 +81,8 @@ def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
     plain = [p for p in _places(args, kwargs) if _at(args, kwargs, p).ndim]
+    if not plain:
+        return
     small = [_at(args, kwargs, p).numel() <= 1 for p in plain]
     in_backward = torch._C._current_graph_task_id() >= 0
     given = getattr(hot._flags, "composite", False) or (in_backward and called_by_autograd())

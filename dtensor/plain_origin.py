@@ -146,12 +146,12 @@ def _frames(frame: FrameType | None) -> tuple[list[FrameType], list[FrameType], 
 class _Probe(torch.Tensor):
     """A tensor that notes how often the second argument of the ops that it meets is held."""
 
-    seen: list[int]
+    counts: list[int]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         t = _at(args, {}, (1, None))
-        _Probe.seen.append(sys.getrefcount(t))
+        args[0].counts.append(sys.getrefcount(t))
         return args[0]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -172,10 +172,10 @@ def _counts() -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _measure() -> tuple[tuple[int, int], tuple[int, int]]:
     probe = torch.Tensor._make_wrapper_subclass(_Probe, (1,), dtype=torch.bool)
-    _Probe.seen = []
+    probe.counts = []
     torch.where(probe, 1.0, 2.0)
     torch.where(probe, torch.ones(1), torch.ones(1))
-    fresh, held = _Probe.seen
+    fresh, held = probe.counts
     found = torch.where(torch.ones(1))
     base = found[0]._base
     base_fresh = sys.getrefcount(base)
