@@ -26,7 +26,7 @@ from dtensor.placement import Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
-from dtensor.rule_absent import notice, replicated_rule
+from dtensor.rule_absent import notice, refuse_strict, replicated_rule
 from dtensor.spec import Spec, TensorMeta
 from dtensor.strides import in_order
 
@@ -231,6 +231,7 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
             )
     rule = entry.build(call) if entry is not None else None
     if rule is None or rule.local is not None or rule.bind is not None:
+        refuse_strict(info, call, 1)
         notice(info, call)
         rule = replicated_rule(call)
     rule = replace(rule, kernels=())
