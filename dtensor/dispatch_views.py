@@ -27,7 +27,9 @@ from dtensor.moved import MovedSpec, ViewCall, bind_replay, note_writes, settled
 from dtensor.placement import Replicate
 from dtensor.spec import Spec
 
-__all__ = ["has_moved", "plain_wrapper", "whole", "with_moved", "write_local"]
+__all__ = [
+    "Written", "carry_back", "has_moved", "plain_wrapper", "settled", "whole", "with_moved", "writable", "write_local",
+]  # fmt: skip
 
 aten = torch.ops.aten
 OVERWRITES = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
@@ -209,27 +211,16 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return result
     if info.kind == "foreach" and any(isinstance(a, (list, tuple)) and len(a) > 1 for a in targets):
         return _one_by_one(info, args, kwargs, given)
-    written: list[tuple[Any, Any]] = []
-
-    def copied(a: Any) -> Any:
-        if not is_dtensor(a) or not isinstance(a._spec, MovedSpec):
-            return a
-        spec = a._spec.settled() if info.name in OVERWRITES else settled_spec(a, info.name)
-        local = a._local_tensor
-        made = plain_wrapper(torch.empty_like(local).copy_(local), spec)
-        written.append((a, made))
-        return made
+    written: Written = []
 
     def convert(name: str, a: Any) -> Any:
-        f = copied if name in info.written else read
+        f = (lambda t: writable(t, info.name, written)) if name in info.written else read
         return [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)
 
     new_args = tuple(convert(p.name, a) for p, a in zip(params, args, strict=False))
     new_kwargs = {k: convert(k, a) for k, a in kwargs.items()}
     result = hot.dispatch(info.func, new_args, new_kwargs)
-    for view, made in written:
-        write_through(view._spec, made)
-        view._local_tensor = view._spec.local
+    carry_back(written)
     if info.kind == "foreach":
         increment_version([view for view, _ in written])
     back = {id(made): view for view, made in written}
@@ -237,6 +228,27 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if isinstance(result, (list, tuple)):
         return args[0] if result is new_args[0] else type(result)(map(restored, result))
     return restored(result)
+
+
+Written = list[tuple[Any, Any]]
+"""Views that had to move data, and the ordinary DTensors that are written in their place."""
+
+
+def writable(t: Any, call: str, written: Written) -> Any:
+    """`t`, or where it is a view that had to move data a copy to be written in its place, noted in `written`."""
+    if not is_dtensor(t) or not isinstance(t._spec, MovedSpec):
+        return t
+    spec = t._spec.settled() if call in OVERWRITES else settled_spec(t, call)
+    made = plain_wrapper(torch.empty_like(t._local_tensor).copy_(t._local_tensor), spec)
+    written.append((t, made))
+    return made
+
+
+def carry_back(written: Written) -> None:
+    """Write what the copies became into the views, and into their bases."""
+    for view, made in written:
+        write_through(view._spec, made)
+        view._local_tensor = view._spec.local
 
 
 def _mark(info: OpInfo, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from dtensor.registry import Call
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
-    "cannot_keep", "check_written", "functional_form", "gives_target", "kept", "run_inplace_view", "run_out", "take_over",
+    "cannot_keep", "check_written", "functional_form", "gives_target", "kept", "run_inplace_view", "run_out",
+    "take_over",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -21,8 +21,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dtensor.dispatch import special
+from dtensor.dispatch_views import Written, carry_back, settled, writable
 from dtensor.errors import LayoutError, explain_error
-from dtensor.moved import MovedSpec, note_writes, settled_spec
+from dtensor.moved import note_writes
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
@@ -129,6 +130,7 @@ def _local(t: Any) -> Any:
     """The local tensor of a number that is the same everywhere, such as a learning rate."""
     if not isinstance(t, DTensor):
         return t
+    t = settled(t, "a fused step")
     return redistribute_local(t._local_tensor, t._spec, t._spec.with_placements((Replicate(),) * t.device_mesh.ndim))
 
 
@@ -148,12 +150,12 @@ def fused_step(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
     lists = {a.name: list(named[a.name]) for a in op._schema.arguments if "[]" in str(a.type) or "List" in str(a.type)}
     name = str(op)
     plain = ("state_steps", "grads")
+    written: Written = []
+    for key, values in lists.items():
+        ready = (lambda t: settled(t, name)) if key in plain else (lambda t: writable(t, name, written))
+        lists[key] = [ready(t) if isinstance(t, DTensor) else t for t in values]
     for key, values in lists.items():
         for p, t in zip(lists["self"], values, strict=False):
-            if isinstance(t, DTensor):
-                settled_spec(t, name)  # a stale view is refused
-                if isinstance(t._spec, MovedSpec) and key not in plain:
-                    raise LayoutError(f"{name}: {key} is a view that had to move data; writing into it would be lost")
             if not isinstance(p, DTensor):
                 if isinstance(t, DTensor):
                     raise LayoutError(f"{name}: {key} is a DTensor ({t._spec}), its parameter a plain tensor")
@@ -181,7 +183,8 @@ def fused_step(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
                     out[i] = torch.empty_like(p._local_tensor)
                     t._local_tensor, t._spec = out[i], target
     op(**local)
-    note_writes(*(values for key, values in lists.items() if key not in ("grads", "state_steps")))
+    note_writes(*(values for key, values in lists.items() if key not in plain))
+    carry_back(written)
     scale = local.get("grad_scale")
     if scale is not None:
         for t in moved:
@@ -209,7 +212,9 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """
     op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     named = _named(op, args, kwargs)
-    grads, found, scale = list(named["self"]), named["found_inf"], named["inv_scale"]
+    written: Written = []
+    grads = [writable(g, str(op), written) for g in named["self"]]
+    found, scale = named["found_inf"], named["inv_scale"]
     meshes = []
     for g in grads:
         if not isinstance(g, DTensor):
@@ -223,6 +228,7 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     local = found._local_tensor if isinstance(found, DTensor) else found
     op([g._local_tensor if isinstance(g, DTensor) else g for g in grads], local, _local(scale))
     note_writes(grads)
+    carry_back(written)
     for mesh in meshes:
         axes = tuple(a for a, k in enumerate(mesh.shape) if k > 1)
         if axes and mesh.coord is not None:

@@ -227,6 +227,7 @@ OPTIMIZERS = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01), "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
     "part": lambda p: torch.optim.Adam([{"params": [q.detach()[1:] for q in p]}], lr=0.1, foreach=True),
+    "fused part": lambda p: torch.optim.Adam([{"params": [q.detach()[1:] for q in p]}], lr=0.1, fused=True),
 }  # fmt: skip
 
 
