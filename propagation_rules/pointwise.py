@@ -5,8 +5,8 @@ pending inputs pass through: `0+1` is linear in both together (add), `0|1` in ei
 `neg:0` antitone, `any:0` only moves elements. The same words are read with care for dtypes: booleans are not
 added up, averages of integers are rounded, a cast on the way may round.
 
-Functions that are monotone only where they are defined (sqrt, log) are not listed: a pending maximum may be
-held together by a rank whose own part is negative. Nor are those that swallow NaN (sign, fmax).
+Functions that are monotone only where they are defined (sqrt, log) pass a pending minimum, but no maximum, which
+ranks whose own part is negative may hold together. Not listed are those that swallow NaN (sign, fmax).
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ register_with_lists("mul", pointwise("0|1"))
 register_with_lists("div true_divide", pointwise("0"))
 register("aten.div.Tensor_mode aten.div.Scalar_mode", pointwise(), values=NUMBERS)
 register_with_lists("neg", pointwise("0|neg:0"))
-register_with_lists("lerp addcdiv", pointwise("0+1"))
-register_with_lists("addcmul", pointwise("0+1|0+2"))
+register_with_lists("lerp", pointwise("0+1"))
+register_with_lists("addcdiv", pointwise("0+1|max:0"))
+register_with_lists("addcmul", pointwise("0+1|0+2|max:0"))
 register("aten.conj_physical aten.positive aten._conj aten._conj_physical aten._neg_view", pointwise("0"))
 register("aten.deg2rad aten.rad2deg", pointwise("0|max:0"))
 register("aten.ldexp_", pointwise("0"))
@@ -156,6 +157,7 @@ register_with_lists(
     "asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh "
     "special_log_ndtr special_ndtr tanh trunc", pointwise("max:0"),
 )  # fmt: skip
+register_with_lists("acosh log log10 log1p log2 sqrt", pointwise(more=(Linear(frozenset({0}), (("min", "min"),)),)))
 register_with_lists("logaddexp logaddexp2", pointwise("max:0|max:1"))
 register_with_lists("erfc special_erfcx", pointwise("neg:0"))
 
