@@ -152,7 +152,9 @@ def scatter_add(call: Call) -> Rule | None:
 
 
 def scatter(call: Call) -> Rule | None:
-    """Sources, or a number, replace entries of the target; with `reduce` nothing pending passes."""
+    """Sources, or a number, replace entries of the target, or are added; multiplied, nothing pending passes."""
+    if call.get("reduce") == "add" and len(call.inputs) == 3:
+        return scatter_add(call)
     rule = _scatter(call, adds=False)
     if rule is None or call.get("reduce") is not None:
         return rule

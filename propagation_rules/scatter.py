@@ -110,7 +110,7 @@ def masked_scatter(call: Call) -> Rule:
     out = call.outputs[0]
     dims = (rule.inputs[0], ((),) * mask.ndim, ((),) * source.ndim)
     if out is None or out.shape != x.shape:
-        return _gathered(call)
+        return replace(_gathered(call), linear=(passes(0, 2),))
     return _cut(replace(rule, inputs=dims, outputs=dims[:1], sizes=tuple(x.shape)), "masked scatter", _masked_scatter)
 
 

@@ -19,9 +19,9 @@ __all__ = ["searchsorted", "trilinear"]
 
 
 def searchsorted(call: Call) -> Rule:
-    """One sequence for all values, or one a row; a sorter points into whole sequences."""
+    """One sequence for all values, or one a row."""
     rows = [f"r{d}" for d in range(call["sorted_sequence"].ndim - 1)]
-    sequence = " ".join([*rows, "n" if call["sorter"] is None else "[n]"])
+    sequence = " ".join([*rows, "[n]"])
     values = "" if call.index("self") is None else " ".join([*rows, "v"]) if rows else "..."
     texts = {"sorted_sequence": sequence, "self": values, "sorter": sequence}
     return pattern(f"{', '.join(texts[name] for name in tensor_names(call.op))} -> {values}")(call)
@@ -56,7 +56,7 @@ register("aten._is_any_true", reduction("bor", ("bor", "max")))
 register("aten._trilinear", trilinear)
 register("aten.alias_copy aten.detach_copy aten.lift aten.lift_fresh_copy", pointwise("any:0"))
 register("aten.block_diag", block_diag)
-register("aten.bucketize.Scalar", pattern("n ->"))
-register("aten.bucketize.Tensor", pattern("..., n -> ..."))
+register("aten.bucketize.Scalar", pattern("[n] ->"))
+register("aten.bucketize.Tensor", pattern("..., [n] -> ..."))
 register("aten.linalg__powsum aten._foreach_powsum", reduction("sum"))
 register("aten.searchsorted", searchsorted)
