@@ -56,7 +56,7 @@ class _Index:
 class _TakeOne:
     """One region of a tensor of `shape`: a view where every dim has one run, else a new tensor."""
 
-    __slots__ = ("_index", "_shape", "_slices", "_views")
+    __slots__ = ("_index", "_narrow", "_slices", "_views")
 
     def __init__(self, region: Region, shape: Sequence[int]) -> None:
         one = [runs[0] if runs else (0, 0) for runs in region]
@@ -64,7 +64,9 @@ class _TakeOne:
             slice(None) if len(runs) > 1 or run == (0, n) else slice(run[0], run[0] + run[1])
             for runs, run, n in zip(region, one, shape)
         )
-        if all(s == slice(None) for s in self._slices):
+        cut = [d for d, s in enumerate(self._slices) if s != slice(None)]
+        self._narrow = (cut[0], *one[cut[0]]) if len(cut) == 1 else None
+        if len(cut) < 2:
             self._slices = ()
         self._views = [(d, runs) for d, runs in enumerate(region) if 1 < len(runs) < _MANY]
         self._index = [(d, _Index(runs)) for d, runs in enumerate(region) if len(runs) >= _MANY]
@@ -75,7 +77,9 @@ class _TakeOne:
         return bool(self._views or self._index)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._slices:
+        if self._narrow is not None:
+            x = x.narrow(*self._narrow)
+        elif self._slices:
             x = x[self._slices]
         for d, runs in self._views:
             x = torch.cat([x.narrow(d, start, n) for start, n in runs], d)

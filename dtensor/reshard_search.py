@@ -17,6 +17,8 @@ from dtensor.reshard_step import Layout, Step
 __all__ = ["cheapest", "move", "scattered_to"]
 
 _REPLICATE = Replicate()
+_FEW = 1024
+"""Bytes that are not worth another collective."""
 _SLACK = 1 + 1e-9
 """A known path's cost may be a rounding below the same path's cost as the search adds it up."""
 Edges = Callable[[Layout, float], Iterable[tuple[Layout, Path]]]
@@ -116,7 +118,7 @@ def _fewest_bytes(space: Space, src: Layout, dst: Layout, pending: tuple[int, ..
         over, _ = talkers(space, _replicated(src, pending), dst)
         ways.append(space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), src, dst))
     nbytes = [sum([s.nbytes for s in steps if s.is_collective]) for _, steps in ways]
-    most = min(nbytes) * space.model.slack
+    most = min(nbytes) * space.model.slack + _FEW
     return min(
         [way for way, n in zip(ways, nbytes) if n <= most],
         key=lambda way: (sum([s.is_collective for s in way[1]]), way[0]),

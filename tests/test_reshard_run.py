@@ -223,6 +223,34 @@ def value_faults(
     return bad if right else [*bad, f"{src} -> {dst} of {tuple(full.shape)} {full.dtype}: wrong values"]
 
 
+def overlapping_on_gloo(rank: int, world: int) -> None:
+    """Several redistributions are under way together: all are issued before the first is waited for."""
+    mesh = init_device_mesh("cpu", (4,))
+    full = numbers((64, 64))
+    jobs = [((S0,), (R,)), ((S0,), (S1,)), ((P,), (R,)), ((P,), (S1,)), ((S1,), (R,))]
+    inputs = [local_of(full, src, mesh.shape, mesh.coord or ()) for src, _ in jobs]
+    events: list[str] = []
+
+    class Order(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            space, _, name = func._schema.name.partition("::")
+            if space in ("c10d", "_c10d_functional"):
+                events.append("wait" if "wait" in name else "issue")
+            return func(*args, **(kwargs or {}))
+
+    with Order():
+        late = [
+            redistribute_local(x, spec_of(mesh, src, full), spec_of(mesh, dst, full), async_op=True)
+            for x, (src, dst) in zip(inputs, jobs)
+        ]
+        issued = len(events)
+        done = [y + 0 for y in late]
+    assert events[:issued].count("issue") == len(jobs), events
+    assert "wait" not in events[: events.index("issue") + 2], events
+    for y, (_, dst) in zip(done, jobs):
+        assert torch.equal(y, shard_of(full, dst, mesh.shape, mesh.coord or ())), dst
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that storages made inside hold at one time."""
 
@@ -255,7 +283,7 @@ REDUCED_HERE = "pending parts that the receiver reduces arrive all together; a s
 def memory_on_gloo(rank: int, world: int) -> None:
     """What a redistribution allocates: its input and output at most, else see `WHOLE_TWICE` and `REDUCED_HERE`."""
     mesh = init_device_mesh("cpu", (2, 2))
-    shape = (16, 12)
+    shape = (128, 96)
     kinds: list[Layout] = [(R, R), (S0, S0), (S1, S1), (S0, S1), (S1, S0), (S0, R), (R, S1), (P, R), (P, S1), (P, P)]
     bad = []
     for src in kinds:
@@ -281,4 +309,4 @@ def memory_on_gloo(rank: int, world: int) -> None:
 
 @pytest.mark.processes
 def test_on_gloo_processes() -> None:
-    run_ranks(4, [on_gloo, memory_on_gloo], timeout=300).check()
+    run_ranks(4, [on_gloo, memory_on_gloo, overlapping_on_gloo], timeout=300).check()
