@@ -16,7 +16,7 @@ from dtensor.dispatch import special
 from dtensor.dispatch_writes import take_over
 from dtensor.errors import LayoutError, MixedTensorError, explain_error
 from dtensor.moved import MovedSpec, settled_spec
-from dtensor.placement import Partial, Replicate
+from dtensor.placement import Partial, Replicate, Shard, StridedShard
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 
@@ -130,6 +130,46 @@ def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"set_: the tensors have dtypes {args[0].dtype} and {args[1].dtype}")
     take_over(*args)
     return args[0]
+
+
+# ------------------------------------------------------------ places in memory
+@special("aten.as_strided.default")
+def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An offset in memory is made one from the tensor's first element, where the rule counts from.
+
+    `x.storage_offset()` is that of this rank's part. In a view of a cut tensor it may differ between ranks, so there
+    only the view's own offset is understood (`fill_diagonal_` passes it), and the ranks make sure that all do.
+    """
+    func = aten.as_strided.default
+    given = dict(zip((p.name for p in func._schema.arguments), args, strict=False)) | kwargs
+    x, offset = given["self"], given.get("storage_offset")
+    own = x._local_tensor.storage_offset()
+    ahead = 0 if offset is None else int(offset) - own
+    if offset is not None and _astray(x._spec, ahead != 0, own != 0):
+        raise LayoutError(
+            explain_error(
+                "aten.as_strided", f"{x._spec}, a view, with storage_offset {int(offset)}",
+                "an offset in the memory of a sharded tensor means another element on every rank",
+                "leave storage_offset out to start at the view's first element, or slice x first",
+            )
+        )  # fmt: skip
+    call = (x, *(tuple(map(int, given[n])) for n in ("size", "stride")), *((ahead,) if ahead else ()))
+    info, key, local = hot._ops[id(func)], (x._spec, *call[1:]), [x._local_tensor, *call[1:]]
+    execute = info.plans.get(key)
+    return hot._miss(info, key, local, {}, call, {}) if execute is None else execute(local, {}, call)
+
+
+def _astray(spec: Spec, ahead: bool, inside: bool) -> bool:
+    """True, on all ranks, where on some an offset is not the tensor's own though the tensor starts inside a memory."""
+    if isinstance(spec, MovedSpec):
+        inside = True
+    elif not any(isinstance(p, (Shard, StridedShard)) for p in spec.placements):
+        return False
+    flags = torch.tensor([ahead, inside], dtype=torch.int32, device=spec.mesh.device_type)
+    for axis, size in enumerate(spec.mesh.shape if spec.mesh.coord is not None else ()):
+        if size > 1:
+            flags = spec.mesh.comm(axis).all_reduce(flags, "max")
+    return bool(flags.all())
 
 
 # ------------------------------------------------------------ composites that read a tensor's memory in C++
