@@ -185,6 +185,23 @@ def _tensor_split(keys: Any, x: torch.Tensor, where: torch.Tensor, dim: int = 0)
     return torch.tensor_split(x, where.tolist(), dim)
 
 
+def _fill_diagonal(keys: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+    """`fill_diagonal_` by views of the diagonal: torch strides over the memory, which has gaps in a view."""
+    if not isinstance(x, hot._DTensor):
+        rest = keys.remove(torch._C.DispatchKey.PythonTLSSnapshot)
+        filled: torch.Tensor = aten.fill_diagonal_.default.redispatch(rest, x, value, wrap)
+        return filled
+    torch.empty(x.shape, device="meta").fill_diagonal_(value, wrap)  # torch's own checks
+    rows, columns = x.shape[:2]
+    for start in range(0, rows, columns + 1) if wrap and x.ndim == 2 else (0,):
+        part: torch.Tensor = x[start:] if start else x
+        while part.ndim > 1:
+            part = part.diagonal(0, 0, 1)
+        part.fill_(value)
+    return x
+
+
+_above_autograd.impl("fill_diagonal_", _fill_diagonal, "PythonTLSSnapshot", with_keyset=True)
 _above_autograd.impl(
     "tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True
 )  # fmt: skip
