@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtensor.moved import settled_spec
 from dtensor.placement import Partial
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def _boxes(x: DTensor, call: str) -> list[Box]:
     """The chunks of this rank's shard, in row-major order; an empty shard is one chunk, at the end of its dims."""
-    spec = x._spec
+    spec = settled_spec(x, call)
     for axis, p in enumerate(spec.placements):
         if isinstance(p, Partial):
             raise ValueError(
@@ -92,6 +93,7 @@ def write_items(x: DTensor, fqn: str, obj: object) -> list[WriteItem]:
 def tensor_shard(x: DTensor, index: MetadataIndex) -> torch.Tensor:
     """The chunk at `index.offset`, as a view of the local tensor: the planner reads from it or loads into it.
 
+    What is loaded into a view that had to move data does not reach its base: save and load the base.
     Raises ValueError where this rank holds no chunk there, or the tensor is pending.
     """
     boxes = _boxes(x, "__get_tensor_shard__")

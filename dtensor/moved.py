@@ -34,7 +34,7 @@ __all__ = ["MovedSpec", "ViewCall", "bind_replay", "note_writes", "settled_spec"
 _alive = 0
 _counts: dict[int, int] = {}
 _fresh = itertools.count(1)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a view may be collected while another is made
 
 
 @dataclass(frozen=True, slots=True)
