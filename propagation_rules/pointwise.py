@@ -123,7 +123,7 @@ def register_with_lists(names: str, build: Builder, values: str = NUMBERS) -> No
 # ------------------------------------------------------------ the table
 register("aten.<pointwise>", pointwise(), values=NUMBERS)
 register(
-    "aten.__lshift__ aten.__rshift__ aten.complex aten.floor_divide "
+    "aten.__lshift__ aten.__rshift__ aten.floor_divide "
     "aten.hardswish aten.isin.Tensor_Scalar aten.polar aten._prelu_kernel aten._foreach_pow",
     pointwise(), values=NUMBERS,
 )  # fmt: skip
@@ -138,7 +138,8 @@ register_with_lists("addcdiv", pointwise("0+1|max:0"))
 register_with_lists("addcmul", pointwise("0+1|0+2|max:0"))
 register("aten.conj_physical aten.positive aten._conj aten._conj_physical aten._neg_view", pointwise("0"))
 register("aten.deg2rad aten.rad2deg", pointwise("0|max:0"))
-register("aten.ldexp_", pointwise("0"))
+register("aten.ldexp aten.ldexp_", pointwise("0"))
+register("aten.complex", pointwise("0+1"))
 
 # only move elements
 register("aten.clone aten.alias aten.detach aten.lift_fresh aten._conj_copy aten.contiguous", pointwise("any:0"))
@@ -159,7 +160,7 @@ register_with_lists(
 )  # fmt: skip
 register_with_lists("acosh log log10 log1p log2 sqrt", pointwise(more=(Linear(frozenset({0}), (("min", "min"),)),)))
 register_with_lists("logaddexp logaddexp2", pointwise("max:0|max:1"))
-register_with_lists("erfc special_erfcx", pointwise("neg:0"))
+register_with_lists("angle erfc special_erfcx", pointwise("neg:0"))
 
 # of bits: what `any` and `all` leave pending
 _EITHER, _BOTH = (("bor", "bor"), ("band", "band")), frozenset({0, 1})

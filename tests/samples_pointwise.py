@@ -28,6 +28,7 @@ UNARY = [
     *(_unary(fn.__name__, fn) for fn in (F.softplus, F.logsigmoid, F.hardsigmoid, F.softshrink, F.hardshrink, F.relu6)),
     _unary("sqrt", torch.sqrt, X.abs() + 0.5),
     *(_unary(fn.__name__, fn, X.abs() + 1.5) for fn in (torch.log, torch.log10, torch.log1p, torch.log2, torch.acosh)),
+    _unary("angle", torch.angle, grads=False),
     _unary("neg int", torch.neg, rand(5, 6, dtype=I64)),
     _unary("to double", lambda x: x.double()),
     _unary("to int", lambda x: x.to(torch.int32), X * 4, grads=False),

@@ -35,7 +35,7 @@ from dtensor.propagate import decide
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
 from propagation_rules.proof.parts import assemble, differs, part_of, pending_ops
-from propagation_rules.proof.recorded import RecordedCall, map_tensors, plain_result, tensors_of, with_nan
+from propagation_rules.proof.recorded import RecordedCall, map_tensors, plain_result, tensors_of
 from propagation_rules.proof.truth import skip_reason
 
 __all__ = ["Row", "merged", "missing_rows", "other_numbers"]
@@ -106,7 +106,7 @@ def _rows(call: RecordedCall) -> Iterator[tuple[Placement, ...]]:
     options: list[list[Placement]] = []
     for t in tensors:
         can = t.is_floating_point() or t.is_complex() or numeric  # pending indices mean nothing
-        pending = pending_ops(t.dtype) if can else ()
+        pending = pending_ops(t.dtype) if can and t.numel() >= 4 else ()  # with fewer elements chance has a say
         options.append([R, *(Shard(d) for d, n in enumerate(t.shape) if n >= 3), *(Partial(op) for op in pending)])
     unread = _unread(call)
     total = 1
@@ -245,17 +245,19 @@ def _shuffled(t: torch.Tensor) -> torch.Tensor:
 
 
 VARIANTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    _shuffled, _negated, _scaled, _moved, _sunk, with_nan,
+    _shuffled, _negated, _scaled, _moved, _sunk,
 )  # fmt: skip
 
 
-def other_numbers(call: RecordedCall, info: hot.OpInfo) -> RecordedCall:
+def other_numbers(
+    call: RecordedCall, info: hot.OpInfo, other: Callable[[Any], Any] = lambda x: -x - type(x)(1)
+) -> RecordedCall:
     """The call with other values of the numbers that are no part of a plan's key."""
 
     def change(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return type(x)(map(change, x))
-        return -x - type(x)(1) if isinstance(x, (int, float, complex)) and not isinstance(x, bool) else x
+        return other(x) if isinstance(x, (int, float, complex)) and not isinstance(x, bool) else x
 
     args = tuple(change(a) if i in info.value_args else a for i, a in enumerate(call.args))
     kwargs = {n: change(a) if n in info.value_names else a for n, a in call.kwargs.items()}
@@ -269,8 +271,9 @@ def _trials(call: RecordedCall, info: hot.OpInfo) -> list[_Trial]:
         return []
     told = [bool(t.isfinite().all()) for t in first]
     calls, plain = [(call, first)], [first]
-    others = [(call.with_tensors([change(t) for t in call.tensors]), change is with_nan) for change in VARIANTS]
-    others.append((other_numbers(call, info), False))
+    others = [(call.with_tensors([change(t) for t in call.tensors]), False) for change in VARIANTS]
+    others += [(other_numbers(call, info), False), (other_numbers(call, info, lambda x: x + type(x)(3)), False)]
+    others += [(call.with_nan_in(i), True) for i, t in enumerate(call.tensors[:4]) if t.is_floating_point()]
     for other, spoilt in others:
         try:
             got = list(tensors_of(plain_result(other)[0]))

@@ -7,7 +7,8 @@ that a wrong claim about them shows:
     P(sum), P(avg)    uneven summands of mixed signs, every position another
     P(max), P(min)    for every element another position holds it, the others lie far off, often on the other side of 0
 
-Summands are multiples of 1/4 (times a power of two that suits the tensor), so that sums are exact.
+Summands are binary fractions (times a power of two that suits the tensor), so that sums are exact, and no whole
+numbers, which functions such as `floor` would pass.
 """
 
 from __future__ import annotations
@@ -85,11 +86,9 @@ def _noise(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     if not (t.is_floating_point() or t.is_complex()):
         return torch.randint(-3, 4, t.shape, generator=g).to(t.dtype)
     size = t.abs().double().nan_to_num(0.0, 0.0, 0.0).mean().item() if t.numel() else 1.0
-    unit = 2.0 ** max(math.ceil(math.log2(size)), 0) / 4 if 0 < size < 1e30 else 0.25
-    noise = torch.randint(-12, 13, t.shape, generator=g) * unit
-    if t.is_complex():
-        return torch.complex(noise.float(), (torch.randint(-12, 13, t.shape, generator=g) * unit).float()).to(t.dtype)
-    return noise.to(t.dtype)
+    unit = 2.0 ** max(math.ceil(math.log2(size)), 0) / 64 if 0 < size < 1e30 else 1 / 64
+    draw = lambda: torch.randint(-192, 193, t.shape, generator=g).double() * unit  # noqa: E731
+    return torch.complex(draw(), draw()).to(t.dtype) if t.is_complex() else draw().to(t.dtype)
 
 
 # ------------------------------------------------------------ putting together

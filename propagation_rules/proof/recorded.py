@@ -101,6 +101,10 @@ class RecordedCall:
         args, kwargs = map_tensors(lambda _: next(left), (self.args, dict(self.kwargs)))
         return RecordedCall(self.op, args, kwargs, self.origin)
 
+    def with_nan_in(self, i: int) -> RecordedCall:
+        """The same call with a NaN in the middle of tensor `i`, where its dtype has one."""
+        return self.with_tensors([with_nan(t) if i == j else t for j, t in enumerate(self.tensors)])
+
     def clone(self) -> RecordedCall:
         """The same call on copies of its tensors."""
         return self.with_tensors([t.clone() for t in self.tensors])
