@@ -14,6 +14,7 @@ from laws import make, rand
 from torch.utils.checkpoint import checkpoint
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
+from dtensor import dispatch as hot
 from dtensor.comm import observers
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -296,5 +297,25 @@ def test_activation_checkpointing_with_dropout_follows_one_process(reentrant: bo
         for got, w in zip(train(_distribute(copy.deepcopy(ref), mesh), x), want, strict=True):
             assert isinstance(got, DTensor)
             torch.testing.assert_close(got.full_tensor(), w, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("sgd momentum", "loop"), ("adamw", "foreach"), ("adamw tensor lr", "loop")]
+)
+def test_a_changing_learning_rate_makes_no_plans(name: str, form: str) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = [nn.Parameter(make(p, mesh, [Shard(0), Replicate()])) for p in _params(0)]
+        optimizer = OPTIMIZERS[name](params, **FORMS[form])
+        plans = []
+        for step in range(5):
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.9
+            for p, g in zip(params, _params(10 * step), strict=True):
+                p.grad = make(g, mesh, [Shard(0), Replicate()])
+            optimizer.step()
+            plans.append(sum(len(info.plans) for info in hot._ops.values()))
+        assert plans[2] == plans[3] == plans[4]
 
     simulate(4)(run)
