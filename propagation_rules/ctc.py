@@ -3,13 +3,19 @@
     _ctc_loss        [t] n [c], n [s] -> n, n [t] [2s+1]          lengths are lists of numbers, a sample each
     its backward     n, [t] n [c], n [s], n, n [t] [2s+1] -> [t] n [c]
 
-Targets strung together in one dim are found by the lengths of all samples before, so nothing is cut there.
+The second result is as wide as the longest target: on each rank it is widened to that of all samples. Nobody reads
+what lies beyond a sample's own. Targets strung together in one dim are found by the lengths of all samples before,
+so nothing is cut there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
@@ -45,7 +51,19 @@ def ctc_loss(call: Call) -> Rule:
         runs = spec.intervals_of(spec.mesh.coord)[1]
         return {name: [call[name][i] for s, m in runs for i in range(s, s + m)] for name in LENGTHS}
 
-    return replace(rule, localize=localize)
+    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
+        table = None if backward else outs[1]
+        if table is None or not table.is_sharded_on(0):
+            return None
+        width = table.local_shape[2]
+
+        def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, made = call.op(*args, **kwargs)
+            return loss, torch.nn.functional.pad(made, (0, width - made.shape[2]), value=-math.inf)
+
+        return run
+
+    return replace(rule, localize=localize, bind=bind)
 
 
 def _fit(labels: list[Hashable], ndim: int) -> list[Hashable]:
