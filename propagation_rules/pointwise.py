@@ -124,7 +124,7 @@ def register_with_lists(names: str, build: Builder, values: str = NUMBERS) -> No
 register("aten.<pointwise>", pointwise(), values=NUMBERS)
 register(
     "aten.__lshift__ aten.__rshift__ aten.floor_divide "
-    "aten.hardswish aten.isin.Tensor_Scalar aten.polar aten._prelu_kernel aten._foreach_pow",
+    "aten.hardswish aten.isin.Tensor_Scalar aten._prelu_kernel aten._foreach_pow",
     pointwise(), values=NUMBERS,
 )  # fmt: skip
 
@@ -138,7 +138,7 @@ register_with_lists("addcdiv", pointwise("0+1|max:0"))
 register_with_lists("addcmul", pointwise("0+1|0+2|max:0"))
 register("aten.conj_physical aten.positive aten._conj aten._conj_physical aten._neg_view", pointwise("0"))
 register("aten.deg2rad aten.rad2deg", pointwise("0|max:0"))
-register("aten.ldexp aten.ldexp_", pointwise("0"))
+register("aten.ldexp aten.ldexp_ aten.polar", pointwise("0"))
 register("aten.complex", pointwise("0+1"))
 
 # only move elements

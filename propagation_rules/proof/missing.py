@@ -240,6 +240,8 @@ def _sunk(t: torch.Tensor) -> torch.Tensor:
 
 
 def _shuffled(t: torch.Tensor) -> torch.Tensor:
+    if t.dtype == torch.int32:  # pivots, which LAPACK takes as they are
+        return t
     g = torch.Generator().manual_seed(t.numel())
     return t.flatten()[torch.randperm(t.numel(), generator=g)].reshape(t.shape)
 

@@ -66,7 +66,7 @@ def _pending_part(t: torch.Tensor, op: str, k: int, r: int, seed: int) -> torch.
         whole = t * k if op == "avg" else t
         return noise[r] if r else whole - sum(noise[1:], torch.zeros_like(t))
     if op in ("max", "min"):
-        winner = (torch.arange(max(t.numel(), 1))[: t.numel()].reshape(t.shape) + seed) % k
+        winner = torch.randperm(t.numel(), generator=g).reshape(t.shape) % k
         off = noise[r].abs() + 1
         if t.is_floating_point():  # NaN, and the infinity that wins, lie on one position only;
             away, low = 2 * off if op == "max" else -2 * off, -math.inf if op == "max" else 0.0

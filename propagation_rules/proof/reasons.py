@@ -25,7 +25,97 @@ class Reason:
     rows: str = ".*"
 
 
-REASONS: tuple[Reason, ...] = ()
+_EXTREME = r".*P\((max|min|max\|min)\).*"
+_BACKWARD = r".*_backward(_data)?\..*"
+
+REASONS: tuple[Reason, ...] = (
+    Reason(
+        "Inputs that are not read",
+        "The op looks at the shape of this input only, or not at all in this mode. A pending one is reduced all "
+        "the same; it is hardly ever pending, and a group for it would be tried in every search.",
+        rows=r"(R, )*P\([a-z|]+\)(, R)* -> R(, R)*",
+    ),
+    Reason(
+        "Gradients pending in maxima or minima",
+        "Gradients are pending in sums. Nothing makes one that is pending in a maximum or a minimum.",
+        _BACKWARD,
+        _EXTREME,
+    ),
+    Reason(
+        "Saved tensors pending in a backward",
+        "A backward is linear in the gradient, which does arrive pending, and often in a saved tensor too, which "
+        "does not: the forward has reduced it.",
+        _BACKWARD,
+    ),
+    Reason(
+        "Failures that all ranks must share",
+        "The batch could be cut without communication, were it not for matrices that fail: one number is reduced, "
+        "so that all ranks raise or none does.",
+        r"aten\.(_linalg|linalg)_.*",
+        r"S\(.*",
+    ),
+    Reason(
+        "Numbers that are no part of a plan",
+        "Right for the value that the number has in these calls (a default, a positive one), wrong for others; a "
+        "plan serves all values of it, so that a changing number causes no miss.",
+        r"aten\.(add|sub|rsub|mul|div|pow|celu|elu|leaky_relu|softplus|softshrink|hardshrink|threshold|lerp|hardtanh"
+        r"|native_dropout|mvlgamma|round)\..*",
+    ),
+    Reason(
+        "Maxima and minima in sums and products",
+        "An addend may be pending in a maximum or minimum where the rest is replicated. What `amax` and `amin` "
+        "leave pending goes through pointwise ops, not into matrix products, norms and sums over indices.",
+        r"aten\.(_?addmm\w*|addbmm|baddbmm|addmv|addr|_?convolution|index_add|scatter_add|scatter_reduce|index_reduce|put"
+        r"|index_put|native_layer_norm|native_group_norm|native_batch_norm|trace|masked_scatter\w*|max_unpool\dd"
+        r"|_?adaptive_\w+|\w*pool\w*|bucketize|searchsorted|linear)\..*",
+        _EXTREME,
+    ),
+    Reason(
+        "Weight and bias of a norm",
+        "Outputs are linear in both together where the input is replicated. Parameters are never pending sums.",
+        r"aten\.(native_\w+_norm|_fused_rms_norm)\..*",
+    ),
+    Reason(
+        "Bounds that are pending",
+        "`clamp` is monotone in its bounds too; pending bounds do not occur.",
+        r"aten\.clamp.*",
+    ),
+    Reason(
+        "Averages of factors",
+        "A function that is affine in one input passes its average, though not its sum. Averages are pending in "
+        "gradients and means, and those go through ops that are listed.",
+        rows=r"[^>]*P\(avg\)[^>]*-> (R, )*P\(avg\).*",
+    ),
+    Reason(
+        "Integers",
+        "Right for these dtypes; the same line serves others, in which the op overflows or rounds.",
+        r"aten\.(bitwise_\w+|erfc|special_erfcx|nan_to_num|neg|angle|sign|sgn|_to_copy)\..*",
+    ),
+    Reason(
+        "Zero times infinity",
+        "Linear in the first argument but where the other is 0 or infinite, which gives 0 or NaN.",
+        r"aten\.(xlogy|special_xlog1py|ldexp|rsqrt)\..*",
+    ),
+    Reason(
+        "Masks and indices cut like what they index",
+        "Right for a mask that is cut as its target is; an integer index in its place is not.",
+        r"aten\.(index_put|index|masked_\w+)\..*",
+    ),
+    Reason(
+        "Functions that are monotone in part",
+        "Monotone in this argument, or where they are defined: special functions and comparisons of two numbers, "
+        "through which pending maxima hardly ever go.",
+        r"aten\.(special_\w+|i0|igammac?|hypot|polygamma|lgamma|digamma|nextafter|copysign|heaviside|fmax|fmin|fmod"
+        r"|remainder|_prelu_kernel|glu|pow|floor_divide|angle|logit|erfinv|acos|acosh|asin|atanh|cosh|cos|sin|frac|mvlgamma)\..*",
+        _EXTREME,
+    ),
+    Reason(
+        "Sizes and indices of a sample",
+        "Right for sizes or indices of these calls only: a pool whose windows are of one element, an index that "
+        "names no row twice.",
+        r"aten\.(_?adaptive_\w+|\w*pool\w*|_?upsample_\w+|embedding\w*|max_unpool\dd|_c?pdist\w*|\w+_pad\dd)\..*",
+    ),
+)
 
 
 def reason_of(overload: str, row: str) -> Reason | None:
