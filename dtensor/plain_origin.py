@@ -23,6 +23,7 @@ over the ranks before it is used (`dtensor.dispatch_plain`), so no value rests o
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["Place", "called_by_autograd", "made_by_torch"]
 
@@ -57,7 +59,8 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
     if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
         return False
     known = _variables(inside, t) + _variables(torchs, t) + _by_modes(modes, t)  # first, as looking leaves references
-    if sys.getrefcount(t) > fresh + known + call or _passed(torchs, t):
+    unknown = sys.getrefcount(t) - fresh - known - call
+    if _passed(torchs, t) or (unknown > 0 and unknown > _packed(torchs, t)):
         return False
     if not t._is_view():  # what is made in inference mode is not known to be a view: one base is let pass
         return _users(t) <= _sole() + t.is_inference()
@@ -103,6 +106,13 @@ def _variables(frames: Sequence[FrameType], t: torch.Tensor) -> int:
     return _COPIES * sum(x is t for frame in frames for x in frame.f_locals.values())
 
 
+def _packed(frames: Sequence[FrameType], t: torch.Tensor) -> int:
+    """References to `t` from packed sequences, which torch makes; looked for where it packs, unpacks or runs an RNN."""
+    if not any(frame.f_code.co_filename.endswith("/rnn.py") for frame in frames):
+        return 0
+    return sum(isinstance(x, PackedSequence) for x in gc.get_referrers(t))
+
+
 def _passed(frames: Sequence[FrameType], t: torch.Tensor) -> bool:
     """Whether `t` came to the outermost of these frames as an argument, or inside one."""
     if not frames:
@@ -112,7 +122,7 @@ def _passed(frames: Sequence[FrameType], t: torch.Tensor) -> bool:
     for name in code.co_varnames[: count + bool(code.co_flags & CO_VARKEYWORDS)]:
         given = values.get(name)
         inside = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else (given,)
-        if any(x is t for x in inside):
+        if not isinstance(given, PackedSequence) and any(x is t for x in inside):
             return True
     return False
 

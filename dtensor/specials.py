@@ -170,38 +170,3 @@ def _astray(spec: Spec, ahead: bool, inside: bool) -> bool:
         if size > 1:
             flags = spec.mesh.comm(axis).all_reduce(flags, "max")
     return bool(flags.all())
-
-
-# ------------------------------------------------------------ composites that read a tensor's memory in C++
-_above_autograd = torch.library.Library("aten", "IMPL")
-"""Kernels of the dispatch key that is asked first, and that only tensors of Python classes have."""
-
-
-def _tensor_split(keys: Any, x: torch.Tensor, where: torch.Tensor, dim: int = 0) -> Any:
-    """`tensor_split` whose places are a tensor: torch reads its memory, of which a DTensor has none of its own."""
-    if not isinstance(x, hot._DTensor) and not isinstance(where, hot._DTensor):
-        op, rest = aten.tensor_split.tensor_indices_or_sections, keys.remove(torch._C.DispatchKey.PythonTLSSnapshot)
-        return op.redispatch(rest, x, where, dim)
-    return torch.tensor_split(x, where.tolist(), dim)
-
-
-def _fill_diagonal(keys: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
-    """`fill_diagonal_` by views of the diagonal: torch strides over the memory, which has gaps in a view."""
-    if not isinstance(x, hot._DTensor):
-        rest = keys.remove(torch._C.DispatchKey.PythonTLSSnapshot)
-        filled: torch.Tensor = aten.fill_diagonal_.default.redispatch(rest, x, value, wrap)
-        return filled
-    torch.empty(x.shape, device="meta").fill_diagonal_(value, wrap)  # torch's own checks
-    rows, columns = x.shape[:2]
-    for start in range(0, rows, columns + 1) if wrap and x.ndim == 2 else (0,):
-        part: torch.Tensor = x[start:] if start else x
-        while part.ndim > 1:
-            part = part.diagonal(0, 0, 1)
-        part.fill_(value)
-    return x
-
-
-_above_autograd.impl("fill_diagonal_", _fill_diagonal, "PythonTLSSnapshot", with_keyset=True)
-_above_autograd.impl(
-    "tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True
-)  # fmt: skip

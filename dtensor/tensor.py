@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from dtensor import composites as _composites  # noqa: F401 - registers its functions
 from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers

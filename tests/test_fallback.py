@@ -568,3 +568,33 @@ def test_only_dense_tensors_are_distributed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         on(2, f)
+
+
+# ------------------------------------------------------------ composites that work on memory
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """A GRU over packed sequences of unequal lengths, given in any order."""
+    rows = torch.nn.utils.rnn.pack_padded_sequence(x, [2, 4, 3], batch_first=True, enforce_sorted=False)
+    torch.manual_seed(0)
+    module = torch.nn.GRU(3, 5)
+    if isinstance(x, DTensor):
+        dtensor.distribute_module(module, x.device_mesh)
+    return torch.nn.utils.rnn.pad_packed_sequence(module(rows)[0], True, -1.0, 5)[0]
+
+
+ON_MEMORY = [
+    ("vander", torch.vander, (rand(4),)),
+    ("vander increasing", lambda x: torch.vander(x, 3, True), (rand(4),)),
+    ("vander of one column", lambda i: torch.vander(i, 1), (torch.arange(4),)),
+    ("pad_sequence", lambda x, y: torch.nn.utils.rnn.pad_sequence([x, y], True, -1.0), (rand(4, 3), rand(2, 3))),
+    ("pad_sequence left", lambda x, y: torch.nn.utils.rnn.pad_sequence([x, y], padding_side="left"), (X, X[:2])),
+    ("packed sequences", packed, (rand(3, 4, 3),)),
+    ("fill_diagonal_", lambda x: x.clone().fill_diagonal_(2.0, True), (rand(7, 3),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fn", "tensors"), ON_MEMORY, ids=[t[0] for t in ON_MEMORY])
+def test_composites_that_work_on_memory(name: str, fn: Callable[..., torch.Tensor], tensors) -> None:
+    grads = not name.startswith("vander")  # torch's own cannot be differentiated
+    check_layouts(Sample(name, fn, tensors, grads=grads, pending=("sum",)), (3,), limit=6).must_hold()
+    if tensors[0].is_floating_point():
+        assert type(fn(*tensors)) is torch.Tensor  # torch's own, on plain tensors
