@@ -22,7 +22,8 @@ BATCHED = ("src", "query", "key", "value")
 
 
 def fused_layer(call: Call) -> Rule:
-    """Tensors are known by their names."""
+    """Tensors are known by their names; weights that are not asked for are an output without elements."""
+    batch = call.inputs[0].shape[0]
 
     def labels(name: str, ndim: int) -> list[Hashable]:
         batched = name in BATCHED or (name == "mask" and call["mask_type"] in (1, 2))
@@ -30,7 +31,8 @@ def fused_layer(call: Call) -> Rule:
 
     return labelled(
         call, [labels(n, s.ndim) for n, s in zip(call.names, call.inputs, strict=True)],
-        [[] if m is None else ["b", *(None,) * (len(m.shape) - 1)] for m in call.outputs], filled=True,
+        [[] if m is None else ["b" if d == 0 and m.shape[0] == batch else None for d in range(len(m.shape))]
+         for m in call.outputs], filled=True,
     )  # fmt: skip
 
 

@@ -176,7 +176,9 @@ LAYERS = [
            lambda x, *w: aten._transformer_encoder_layer_fwd(x, 8, 2, *w[:4], True, True, 1e-5, *w[4:]),
            (rand(5, 3, 8), *SELF, *NORMS_AND_WIDE), pending=(), grads=False),
 ]  # fmt: skip
-EVALUATION = [  # whose saved statistics have no elements on CPU, whatever torch's shape function says
+EVALUATION = [  # kernels that give less than torch's shape function says: no elements, or nothing
     Sample("native_batch_norm, not training", lambda x, m, v: aten.native_batch_norm(
         x, None, None, m, v.abs() + 0.5, False, 0.1, 1e-5), (IMAGE, rand(3), rand(3, seed=1)), pending=(), grads=False),
+    Sample("attention layer without weights", lambda x, *w: ATTENTION(x, x, x, 8, 2, *w, None, False)[0],
+           (rand(5, 3, 8), *SELF), pending=(), grads=False),
 ]  # fmt: skip
