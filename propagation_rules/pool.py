@@ -21,6 +21,7 @@ from dtensor.factors import Dims, Kernel, Linear, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, linear_groups, register
 from dtensor.spec import Spec, TensorMeta
+from propagation_rules.dtypes import is_exact
 from propagation_rules.empty_shards import zeros_of
 from propagation_rules.labelled import labelled
 from propagation_rules.pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
@@ -51,14 +52,16 @@ class planes:  # noqa: N801 - used as a function
 
         rule = labelled(
             call, [labels(n, s) for n, s in zip(call.names, call.inputs, strict=True)],
-            [[] if m is None else labels("", m) for m in call.outputs], linear=self._groups(),
+            [[] if m is None else labels("", m) for m in call.outputs], linear=self._groups(call),
             bind=lambda ins, outs: zeros_of(outs) if any(not s.local_numel for s in ins) else None,
             localize=_input_size if "input_size" in call.arguments else None,
         )  # fmt: skip
         return rule
 
-    def _groups(self) -> tuple[Linear, ...]:
-        return linear_groups(self.linear)
+    def _groups(self, call: Call) -> tuple[Linear, ...]:
+        """None where integers are averaged, and so rounded; what only moves elements passes all the same."""
+        exact = is_exact(call.inputs[0].dtype) and not self.linear.startswith("any")
+        return () if exact else linear_groups(self.linear)
 
     @property
     def text_form(self) -> str:
@@ -92,6 +95,8 @@ def windowed(spatial: int, linear: str, run: Run, collectives: int) -> Callable[
             "halo", frozenset(range(lead, x.ndim)), ("shard",) * len(call.outputs), run, halo,
             0 if aligned else collectives, "all_to_all",
         )  # fmt: skip
+        if is_exact(x.dtype):  # averages are rounded, each window by itself
+            return rule
         return replace(
             rule, inputs=(dims,) * len(call.inputs), outputs=(dims,) * len(call.outputs), sizes=tuple(x.shape),
             whole=frozenset(range(lead, x.ndim)), kernels=(kernel,),
