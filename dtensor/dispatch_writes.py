@@ -22,8 +22,8 @@ from dtensor.registry import Call
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
-    "cannot_keep", "check_written", "functional_form", "gives_target", "kept", "run_inplace_view", "run_out",
-    "take_over",
+    "cannot_keep", "check_written", "functional_form", "gives_target", "kept", "laid_out_like",
+    "run_inplace_view", "run_out", "take_over",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ def run_out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_shape(info, t.shape, target)
     for t, target in zip(many, targets, strict=True):
         if t.shape != target.shape:
-            take_over(target, _laid_out_like(t, target._spec))
+            take_over(target, laid_out_like(t, target._spec))
         else:
             hot.dispatch(aten.copy_.default, (target, t))
     if not info.func._schema.returns:
@@ -148,7 +148,7 @@ def _on_each_rank(
     return [hot._new(hot._DTensor, t, s, requires_grad=False) for t, s in zip(flat((), made), specs, strict=True)]
 
 
-def _laid_out_like(t: Any, spec: Spec) -> Any:
+def laid_out_like(t: Any, spec: Spec) -> Any:
     """`t` in the placements of `spec`, where it has the dims that they cut, and in the dtype of `spec`."""
     if t.dtype is not spec.dtype:
         t = hot.dispatch(aten._to_copy.default, (t,), {"dtype": spec.dtype})

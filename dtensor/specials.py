@@ -13,7 +13,7 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import special
-from dtensor.dispatch_writes import take_over
+from dtensor.dispatch_writes import laid_out_like, take_over
 from dtensor.errors import LayoutError, MixedTensorError, explain_error
 from dtensor.moved import MovedSpec, settled_spec
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
@@ -118,6 +118,16 @@ def _resize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _wrapped(local: torch.Tensor, spec: Spec) -> Any:
     return hot._new(hot._DTensor, local, spec, requires_grad=False)
+
+
+@special("aten.addbmm_.default")
+def _addbmm_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch broadcasts the target of this one, which then has the result's shape."""
+    x, result = args[0], hot.dispatch(aten.addbmm.default, args, kwargs)
+    if result.shape == x.shape:
+        return hot.dispatch(aten.copy_.default, (x, result))
+    take_over(x, laid_out_like(result, x._spec))
+    return x
 
 
 @special("aten.set_.source_Tensor", "aten.set_.default", "aten.set_.source_Storage",
