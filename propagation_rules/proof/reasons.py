@@ -89,7 +89,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "Integers",
         "Right for these dtypes; the same line serves others, in which the op overflows or rounds.",
-        r"aten\.(bitwise_\w+|erfc|special_erfcx|nan_to_num|neg|angle|sign|sgn|_to_copy)\..*",
+        r"aten\.(bitwise_\w+|erfc|special_erfcx|nan_to_num|neg|angle|sign|sgn|_to_copy|ceil|floor|trunc|round)\..*",
     ),
     Reason(
         "Zero times infinity",
@@ -110,10 +110,20 @@ REASONS: tuple[Reason, ...] = (
         _EXTREME,
     ),
     Reason(
+        "Right within rounding only",
+        "The result differs from the argument by less than the tolerance of the comparison.",
+        r"aten\.nextafter\..*",
+    ),
+    Reason(
+        "Boundaries that are cut",
+        "Places in shards of the boundaries add up where all of them are sorted, which torch does not ask for.",
+        r"aten\.(bucketize|searchsorted)\..*",
+    ),
+    Reason(
         "Sizes and indices of a sample",
         "Right for sizes or indices of these calls only: a pool whose windows are of one element, an index that "
         "names no row twice.",
-        r"aten\.(_?adaptive_\w+|\w*pool\w*|_?upsample_\w+|embedding\w*|max_unpool\dd|_c?pdist\w*|\w+_pad\dd)\..*",
+        r"aten\.(_?adaptive_\w+|\w*pool\w*|_?upsample_\w+|embedding\w*|scatter_reduce|index_reduce|max_unpool\dd|_c?pdist\w*|\w+_pad\dd)\..*",
     ),
 )
 
