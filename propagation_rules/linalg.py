@@ -14,8 +14,9 @@ ranks fail together. Where an op only reports (`info`), it is `_linalg_check_err
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ from dtensor.factors import Dims, Kernel, Linear, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.pattern import parse_pattern
 from dtensor.registry import Builder, Call, register
+from dtensor.spec import Spec
 from propagation_rules.dtypes import accumulation_dtype
 from propagation_rules.pointwise import broadcast_rule, sound_groups
 
@@ -115,6 +117,39 @@ def solve(call: Call) -> Rule:
     return matrices(f"... [n] [n], {side} -> {side}, ... [n] [n], ... [n], ...", linear=1)(call)
 
 
+def in_memory_order(builder: Builder) -> Builder:
+    """For ops that give the LU factors of the matrix, or, where it is contiguous and real, of the transposed one.
+
+    Their derivatives look at the global tensor to tell which, so the local one must be contiguous where that one is.
+    """
+
+    def build(call: Call) -> Rule | None:
+        rule, op = builder(call), call.op
+        a = call.inputs[0]
+        if rule is None or a.dtype.is_complex:
+            return rule
+        contiguous = torch.empty_strided(a.shape, a.stride, device="meta").is_contiguous()
+
+        def ordered(x: torch.Tensor) -> torch.Tensor:
+            return x.contiguous() if contiguous else x.mT.contiguous().mT
+
+        def kept(kernel: Kernel) -> Kernel:
+            name = op._schema.arguments[0].name
+            run = lambda c: kernel.run(replace(c, arguments={**c.arguments, name: ordered(c.inputs[0])}))  # noqa: E731
+            return replace(kernel, run=run)
+
+        def bind(_: Sequence[Spec], __: Sequence[Spec | None]) -> Callable[..., object]:
+            return lambda x, *args, **kwargs: op(ordered(x), *args, **kwargs)
+
+        return replace(rule, bind=bind, kernels=tuple(map(kept, rule.kernels)))
+
+    if isinstance(builder, matrices):
+        build.text_form = builder.text_form  # type: ignore[attr-defined]
+    else:
+        functools.update_wrapper(build, builder)
+    return build
+
+
 def _sided(left: str, right: str, linear: int) -> Builder:
     """The pattern depends on the side that a matrix stands on."""
 
@@ -183,11 +218,11 @@ def check_errors(call: Call) -> Rule:
 
 _SQUARE = "... [n] [n]"
 register("aten._linalg_check_errors", check_errors)
-register("aten._linalg_det", matrices(f"{_SQUARE} -> ..., {_SQUARE}, ... [n]"))
+register("aten._linalg_det", in_memory_order(matrices(f"{_SQUARE} -> ..., {_SQUARE}, ... [n]")))
 register("aten._linalg_eigh", matrices(f"{_SQUARE} -> ... [n], {_SQUARE}", fails=True))
 register("aten._linalg_eigvals", matrices(f"{_SQUARE} -> ... [n]", fails=True))
-register("aten._linalg_slogdet", matrices(f"{_SQUARE} -> ..., ..., {_SQUARE}, ... [n]"))
-register("aten._linalg_solve_ex", solve)
+register("aten._linalg_slogdet", in_memory_order(matrices(f"{_SQUARE} -> ..., ..., {_SQUARE}, ... [n]")))
+register("aten._linalg_solve_ex", in_memory_order(solve))
 register("aten._linalg_svd", svd)
 register("aten.cholesky", matrices(f"{_SQUARE} -> {_SQUARE}", fails=True))
 register("aten.cholesky_inverse aten.linalg_matrix_exp", matrices(f"{_SQUARE} -> {_SQUARE}"))

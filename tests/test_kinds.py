@@ -31,7 +31,7 @@ def like(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 def gradient(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(loss, x)[0]
+    return torch.autograd.grad(loss, x, retain_graph=True)[0]
 
 
 def check(program: Program, value: torch.Tensor) -> None:
@@ -200,3 +200,42 @@ def test_undefined_gradients() -> None:
 def test_quantiles_of_single_rows(shape: tuple[int, ...]) -> None:
     """The interpolation weights are plain tensors of torch's own, here of one repeated element."""
     check(lambda x: torch.quantile(x, 0.3, -1), rand(*shape))
+
+
+# ------------------------------------------------------------ the order in memory decides what an op gives
+MATRICES: dict[str, Program] = {
+    "contiguous": lambda x: x * 1,
+    "transposed": lambda x: (x * 1).mT,
+    "expanded": lambda x: (x * 1)[0].expand(3, 4, 4),
+    "of another op": lambda x: torch.linalg.svd(x)[2].mT @ x.mT.contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_factors_of_the_transposed_matrix(name: str) -> None:
+    """Torch factors the transposed matrix where the matrix is contiguous, and tells so in backward by the same look."""
+
+    def program(x: torch.Tensor) -> Any:
+        a = MATRICES[name](x)
+        right = torch.ones_like(a[..., :1])
+        found = torch.linalg.det(a), torch.linalg.slogdet(a)[1], torch.linalg.solve(a, right)
+        solved, _ = torch.linalg.solve_ex(a, right, check_errors=True)
+        return *found, *(gradient(t.sin().sum(), x) for t in (*found, solved))
+
+    check(program, rand(3, 4, 4, dtype=torch.float64) + 3 * torch.eye(4, dtype=torch.float64))
+
+
+def test_determinants_twice_differentiated() -> None:
+    def program(x: torch.Tensor) -> Any:
+        once = torch.autograd.grad(torch.linalg.det(x).sin(), x, create_graph=True)[0]
+        return once, gradient(once.sin().sum(), x)
+
+    check(program, rand(4, 4, dtype=torch.float64) + 2 * torch.eye(4, dtype=torch.float64))
+
+
+def test_sums_with_zeros_of_a_second_backward() -> None:
+    def program(x: torch.Tensor) -> Any:
+        once = torch.autograd.grad((x.abs() ** 1.5).pow(2).sum(), x, create_graph=True)[0]
+        return once, gradient(once.sum(), x)
+
+    check(program, rand(6, 5, dtype=torch.float64))
