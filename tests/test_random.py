@@ -116,14 +116,16 @@ def test_shards_differ_and_the_seed_repeats(name: str, whole: bool, monkeypatch:
     assert all(torch.equal(a, b) and not torch.equal(b, c) for a, b, c in got)
 
 
-def test_pending_targets_are_refused_and_pending_models_read_no_values() -> None:
+def test_pending_targets_get_the_numbers_of_one_device_and_pending_models_read_no_values() -> None:
     def run() -> None:
         mesh = init_device_mesh("cpu", (4,))
         p = make(rand(6, 4), mesh, [Partial()])
         for fn in (lambda x: x.uniform_(), lambda x: x.bernoulli_(0.5), lambda x: x.normal_()):
-            with pytest.raises(RuntimeError, match="in-place"):
-                fn(p)
-        torch.testing.assert_close(p.full_tensor(), rand(6, 4))
+            q = p.clone()
+            torch.manual_seed(1)
+            assert fn(q) is q and q.placements == (Partial(),)
+            torch.manual_seed(1)
+            assert torch.equal(q.full_tensor(), fn(rand(6, 4)))
         y = torch.rand_like(p)
         assert isinstance(y, DTensor) and y.placements == (Replicate(),)
         torch.manual_seed(1)
