@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._meta_registrations
 
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
@@ -66,6 +68,18 @@ def make_call(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Se
     return Call(func, arguments, inputs, names, tuple(outs))
 
 
+_call = threading.local()
+_device_hint = torch._meta_registrations.device_hint
+
+
+def _device_of_call(tensor: Any) -> str:
+    """Torch's shape functions take a bare meta tensor for one of CUDA, whose results lie otherwise in memory."""
+    return str(getattr(_call, "device", None) or _device_hint(tensor))
+
+
+torch._meta_registrations.device_hint = _device_of_call
+
+
 def output_metas(
     func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, tuple[TensorMeta | None, ...]] | None:
@@ -89,6 +103,8 @@ def output_metas(
         else:
             mkwargs["device"] = torch.device("meta")
         mkwargs.pop("pin_memory", None)
+    devices = [a._local_tensor.device.type for a in flat(args, kwargs) if is_dtensor(a)]
+    _call.device = devices[0] if devices and devices[0] != "meta" else None
     try:
         got = func(*margs, **mkwargs)
     except (NotImplementedError, ZeroDivisionError):  # the latter where torch's own shape functions average nothing
@@ -98,6 +114,8 @@ def output_metas(
         if unknown or "meta tensor" in str(e) or "INTERNAL ASSERT" in str(e):
             return None
         raise
+    finally:
+        _call.device = None
     if got is None:
         return "none", ()
     if isinstance(got, torch.Tensor):

@@ -239,3 +239,24 @@ def test_sums_with_zeros_of_a_second_backward() -> None:
         return once, gradient(once.sum(), x)
 
     check(program, rand(6, 5, dtype=torch.float64))
+
+
+ELSEWHERE_IN_MEMORY: dict[str, Program] = {
+    "svd": lambda x: torch.linalg.svd(x)[2].abs(),
+    "rfft2": lambda x: torch.fft.rfft2(x),
+    "rfftn": lambda x: torch.fft.rfftn(x[None].expand(2, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE_IN_MEMORY)
+def test_results_lie_in_memory_as_on_this_device(name: str) -> None:
+    """Whether `reshape` is a view or a copy follows from the strides, which torch's shape functions tell per device."""
+
+    def program(x: torch.Tensor) -> Any:
+        y = ELSEWHERE_IN_MEMORY[name](x.detach())
+        strides = [torch.tensor(s) for s in y.stride()]
+        y.reshape(-1).mul_(2)
+        y.mT.reshape(-1).add_(1)
+        return y, *strides
+
+    check(program, rand(6, 6, dtype=torch.float64))
