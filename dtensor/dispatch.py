@@ -231,7 +231,7 @@ class Plan:
         outside = call.inputs[0].mesh.coord is None
         simple = not (self.moves or self.overrides or self.kernel or self.written or self.seed or outside)
         # What was moved or made otherwise than by the op may lie in memory in another order than the spec says.
-        self.reorder = not info.is_view and bool(self.moves or self.kernel or bound)
+        self.reorder = bool(self.moves or (not info.is_view and (self.kernel or bound)))
         simple = simple and not self.reorder
         if outside:
             self.execute = self._outside

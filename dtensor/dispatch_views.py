@@ -26,6 +26,7 @@ from dtensor.dispatch_call import flat, is_dtensor, map_args
 from dtensor.moved import MovedSpec, ViewCall, bind_replay, note_writes, settled_spec, version
 from dtensor.placement import Replicate
 from dtensor.spec import Spec
+from dtensor.strides import in_order
 
 __all__ = [
     "Written", "carry_back", "has_moved", "plain_wrapper", "settled", "whole", "with_moved", "writable", "write_local",
@@ -74,8 +75,8 @@ def replay(spec: MovedSpec) -> torch.Tensor:
     x = spec.base
     for call in spec.calls:
         x = take(call, x)
-    local: torch.Tensor = hot.redistribute_local(x._local_tensor, x._spec, x._spec.with_placements(spec.placements))
-    return local
+    local = hot.redistribute_local(x._local_tensor, x._spec, x._spec.with_placements(spec.placements))
+    return in_order(local, spec.stride)
 
 
 # ------------------------------------------------------------ the way back

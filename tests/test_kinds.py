@@ -260,3 +260,14 @@ def test_results_lie_in_memory_as_on_this_device(name: str) -> None:
         return y, *strides
 
     check(program, rand(6, 6, dtype=torch.float64))
+
+
+def test_views_that_moved_lie_in_memory_as_their_strides_say() -> None:
+    """A write through a reshaped transpose arrives in what was computed from windows that had to move."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        z = torch.stft(x.detach().flatten(), 8, return_complex=True, window=like(x, torch.ones(8))) * 1
+        z.mT.reshape(-1).add_(1)
+        return torch.view_as_real(z)
+
+    check(program, rand(6, 6))
