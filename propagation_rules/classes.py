@@ -8,7 +8,7 @@ import torch
 
 from dtensor.spec import Interval
 
-__all__ = ["check_targets", "local_slots"]
+__all__ = ["bad_targets", "check_targets", "local_slots"]
 
 
 def local_slots(target: torch.Tensor, runs: Sequence[Interval]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,9 +29,14 @@ def local_slots(target: torch.Tensor, runs: Sequence[Interval]) -> tuple[torch.T
     return slot, mine
 
 
+def bad_targets(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Tensor:
+    """Which targets name a class that does not exist."""
+    return ((target < 0) | (target >= classes)) & (target != ignore_index)
+
+
 def check_targets(call: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
     """IndexError when a target names a class that does not exist (on accelerators: a failed device assertion)."""
-    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    bad = bad_targets(target, classes, ignore_index)
     if target.device.type == "meta":
         return
     if target.device.type == "cpu":

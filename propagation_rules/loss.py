@@ -24,7 +24,7 @@ import torch
 from dtensor.factors import Dims, Kernel, Linear, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.classes import check_targets, local_slots
+from propagation_rules.classes import bad_targets, check_targets, local_slots
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -153,10 +153,16 @@ def _mine(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     assert at is not None
     x, target, weight = ctx.tensor("self"), ctx.tensor("target"), ctx.optional("weight")
     c, ignore = _class_dim(x.ndim), int(ctx.call["ignore_index"])
-    check_targets(str(ctx.call.op), target, ctx.in_specs[at].shape[c], ignore)
+    if not _agrees(ctx, target):
+        check_targets(str(ctx.call.op), target, ctx.in_specs[at].shape[c], ignore)
     slot, mine = local_slots(target.view(()) if x.ndim == 1 else target, ctx.intervals(at, c))
     mine &= (target.view(()) if x.ndim == 1 else target) != ignore
     return x, slot, mine, weight
+
+
+def _agrees(ctx: KernelContext, target: torch.Tensor) -> bool:
+    """True where all positions reduce numbers anyway, and with them how many targets are out of bounds."""
+    return ctx.call["reduction"] == MEAN and target.device.type == "cpu" and ctx.call.index("grad_output") is None
 
 
 def _run_nll(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,9 +182,26 @@ def _run_nll(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.to(out.dtype).view(out.local_shape), total.to(total_spec.dtype)
     sums = torch.stack([rows.sum(), counted.sum()])
     if reduction == MEAN:
-        sums = ctx.all_reduce(sums, "sum")
-        sums[0] = sums[0] / sums[1]
+        sums = _mean(ctx, sums)
     return sums[0].to(out.dtype), sums[1].to(total_spec.dtype)
+
+
+def _mean(ctx: KernelContext, sums: torch.Tensor) -> torch.Tensor:
+    """(mean, count) from the sums of all positions. A target out of bounds on one of them is an error on all."""
+    target, at, ignore = ctx.tensor("target"), ctx.call.index("self"), int(ctx.call["ignore_index"])
+    assert at is not None
+    if not _agrees(ctx, target):
+        sums = ctx.all_reduce(sums, "sum")
+    else:
+        shape = ctx.in_specs[at].shape
+        classes = shape[_class_dim(len(shape))]
+        bad = bad_targets(target, classes, ignore).sum().to(sums.dtype)
+        *parts, count = ctx.all_reduce(torch.stack([*sums, bad]), "sum")
+        if count:
+            check_targets(str(ctx.call.op), target, classes, ignore)
+            raise IndexError(f"{ctx.call.op}: a target on another rank is out of bounds for {classes} classes")
+        sums = torch.stack(parts)
+    return torch.stack([sums[0] / sums[1], sums[1]])
 
 
 def nll_loss_backward(call: Call) -> Rule:

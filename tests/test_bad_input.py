@@ -77,23 +77,25 @@ def test_refused_alike_on_all_ranks(name: str) -> None:
 
 
 def test_a_refused_write_changes_nothing() -> None:
+    def check(mesh, placed):
+        x = make(rand(4, 2), mesh, [placed])
+        before, other = x.to_local().clone(), make(rand(3, 5), mesh, [S0])
+        for call in (
+            lambda: x.relu_().add_(other), lambda: x[1:3].add_(other), lambda: x.copy_(other),
+            lambda: torch.add(other, 1, out=x[1:3]), lambda: torch._foreach_add_([x[1:3], x], [other, other]),
+            lambda: x[1:].index_copy_(0, make(torch.tensor([7, 0]), mesh, [R]), make(rand(2, 2), mesh, [R])),
+        ):  # fmt: skip
+            with pytest.raises((RuntimeError, IndexError)):
+                call()
+        torch.testing.assert_close(x.full_tensor(), rand(4, 2).relu())
+        if placed is not P:
+            torch.testing.assert_close(x.to_local(), before.relu())
+        assert x.placements == (placed,)
+
     def run():
         mesh = init_device_mesh("cpu", (2,))
         for placed in (P, S0, R):
-            x = make(rand(4, 2), mesh, [placed])
-            before, other = x.to_local().clone(), make(rand(3, 5), mesh, [S0])
-            for call in (
-                lambda: x.relu_().add_(other), lambda: x[1:3].add_(other), lambda: x.copy_(other),
-                lambda: torch.add(other, 1, out=x[1:3]), lambda: torch._foreach_add_([x[1:3], x], [other, other]),
-                lambda: x[1:].index_copy_(0, make(torch.tensor([7, 0]), mesh, [R]), make(rand(2, 2), mesh, [R])),
-            ):  # fmt: skip
-                with pytest.raises((RuntimeError, IndexError)):
-                    call()
-            want = rand(4, 2).relu()
-            torch.testing.assert_close(x.full_tensor(), want)
-            if placed is not P:
-                torch.testing.assert_close(x.to_local(), before.relu())
-            assert x.placements == (placed,)
+            check(mesh, placed)
 
     dtensor.simulate(2)(run)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from laws import Sample, check_layouts, check_strategies, ints, rand
 
 import dtensor
-from dtensor import DTensor, Shard, init_device_mesh
+from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.registry import override
 from loss.cross_entropy import cross_entropy
 from propagation_rules.classes import local_slots
@@ -158,5 +158,19 @@ def test_a_class_that_does_not_exist_raises_on_all_ranks() -> None:
             with pytest.raises(IndexError, match="arget 8 is out of bounds"):
                 F.nll_loss(x, DTensor.from_local(torch.tensor([0, 8, 1]), mesh), reduction=reduction)
         return 1
+
+    assert sum(dtensor.simulate(4)(f)) == 4
+
+
+@pytest.mark.parametrize("layout", [(Shard(0),), (Shard(0), Shard(1)), (Shard(0), Shard(0))], ids=str)
+def test_a_target_that_one_shard_holds_raises_on_all_ranks_of_a_mean(layout: tuple) -> None:
+    def f() -> int:
+        mesh = init_device_mesh("cpu", (4,) if len(layout) == 1 else (2, 2))
+        x = distribute_tensor(torch.randn(8, 5), mesh, layout)
+        rows = [p if p == Shard(0) else Replicate() for p in layout]
+        target = distribute_tensor(torch.tensor([1, 2, 9, 0, 1, 2, 3, 4]), mesh, rows)
+        with pytest.raises(IndexError, match="out of bounds for 5 classes"):
+            F.cross_entropy(x, target)
+        return int(x.sum().isfinite().item())  # the ranks are in step
 
     assert sum(dtensor.simulate(4)(f)) == 4

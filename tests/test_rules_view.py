@@ -13,9 +13,8 @@ from laws import Sample, check_layouts, check_strategies, ints, make, rand
 from samples_view import SAMPLES
 
 import dtensor
-from dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
+from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
-from dtensor.errors import LayoutError
 from dtensor.registry import override
 from propagation_rules.join import stack
 from propagation_rules.labelled import every_dim, labelled
