@@ -5,19 +5,24 @@ indices, and all choose from them alike:
 
     rank 0 holds 5 1 9, rank 1 holds 7 8 2      largest 2: 9@2 5@0 and 8@4 7@3, of which 9@2 8@4
 
-So does the k-th smallest, for a k near either end. NaN counts as the largest, as torch has it; of equal values any
-may be the one whose index is given. A full sort, a median or a mode moves the shard to another dim.
+So does the k-th smallest, for a k near either end. NaN counts as the largest, as torch has it. Of equal values torch
+gives the index of one, which one is a matter of its algorithm: each rank sends one candidate more than is needed, so
+that all see where values are equal, and on CPU they then gather the dim and ask torch. A full sort, a median or a mode
+moves the shard to another dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from dtensor.factors import Dims, Kernel, Rule
 from dtensor.kernel import KernelContext
+from dtensor.placement import Replicate
 from dtensor.registry import Call, register
+from dtensor.reshard_run import redistribute_local
 from propagation_rules.exchange import cutting, places
 from propagation_rules.gathered import as_bits, from_bits, output_spec
 from propagation_rules.reduce import reduced_rule
@@ -64,7 +69,7 @@ def _comparing(call: Call, rule: Rule, count: int) -> Rule:
     if not x.ndim:
         return rule
     rows = x.local_numel_bound // max(x.local_shape_of([0] * x.mesh.ndim)[d], 1)
-    sent = 2 * count * rows * torch.int64.itemsize // x.dtype.itemsize
+    sent = 2 * (count + 1) * rows * torch.int64.itemsize // x.dtype.itemsize
     kernel = Kernel("candidates", frozenset({d}), ("replicate", "replicate"), _run, sent, 1, "all_gather")
     return replace(rule, kernels=(kernel,))
 
@@ -75,19 +80,40 @@ def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
         count, largest = int(ctx.call["k"]), bool(ctx.call["largest"])
     else:
         count, largest = _nearest(ctx.call)
-    best, at = x.topk(min(count, x.shape[d]), d, largest)
+    more = min(count + 1, spec.shape[d])
+    best, at = x.topk(min(more, x.shape[d]), d, largest)
     sent = torch.stack((as_bits(best), ctx.indices(0, d, x.device)[at]))
     axes = cutting(spec, d)
     comm = spec.mesh.comm(axes[0] if len(axes) == 1 else axes)
-    sizes = [min(count, sum(n for _, n in runs)) for runs in places(spec, d)]
+    sizes = [min(more, sum(n for _, n in runs)) for runs in places(spec, d)]
     values, indices = torch.cat(
         comm.all_gather(sent, [(*sent.shape[: d + 1], n, *sent.shape[d + 2 :]) for n in sizes]), d + 1
     )
-    value, at = from_bits(values, x.dtype).topk(count, d, largest)
-    index = indices.gather(d, at)
+    value, at = from_bits(values, x.dtype).topk(more, d, largest)
+    if x.device.type == "cpu" and _some_equal(value, d):
+        return _of_the_whole(ctx, d, axes)
+    value, index = value.narrow(d, 0, count), indices.gather(d, at).narrow(d, 0, count)
     if "largest" not in ctx.call.arguments:
         value, index = value.narrow(d, count - 1, 1), index.narrow(d, count - 1, 1)
     return value.reshape(out.local_shape), index.reshape(out.local_shape)
+
+
+def _some_equal(ordered: torch.Tensor, d: int) -> bool:
+    """Whether neighbours along `d` are equal, NaN among them."""
+    n = ordered.shape[d]
+    if n < 2:
+        return False
+    a, b = ordered.narrow(d, 0, n - 1), ordered.narrow(d, 1, n - 1)
+    return bool(((a == b) | ((a != a) & (b != b))).any())
+
+
+def _of_the_whole(ctx: KernelContext, d: int, axes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the op itself gives, on the gathered dim."""
+    spec = ctx.in_specs[0]
+    whole = tuple(Replicate() if a in axes else p for a, p in enumerate(spec.placements))
+    x = redistribute_local(ctx.inputs[0], spec, spec.with_placements(whole))
+    value, index = ctx.call.op(x, **{n: v for n, v in ctx.call.arguments.items() if n != "self"})
+    return value, index
 
 
 register("aten.topk", topk)

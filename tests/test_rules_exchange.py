@@ -15,7 +15,7 @@ from laws import Sample, check_layouts, check_strategies, make, rand
 from samples_exchange import NO_STRATEGIES, SAMPLES
 
 import dtensor
-from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, init_device_mesh
+from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from dtensor.comm import observers
 from dtensor.factors import Rule
 from dtensor.moved import MovedSpec
@@ -217,7 +217,7 @@ CASES: list[tuple[str, Callable[[torch.Tensor], Any], Placement, list[str], list
     ("windows", lambda x: x.unfold(0, 4, 4), S0, [], [0] * 4),
     ("overlapping windows", lambda x: x.unfold(0, 3, 1), S0, ["all_to_all"], [2 * ROW, 2 * ROW, 2 * ROW, 0]),
     ("cat", lambda x: torch.cat([x, x]), StridedShard(0, split_factor=2), [], [0] * 4),
-    ("topk", lambda x: x.topk(2, 0), R, ["all_gather"], [2 * 2 * 3 * ROW] * 4),
+    ("topk", lambda x: x.topk(2, 0), R, ["all_gather"], [2 * 3 * 3 * ROW] * 4),
     ("diagonal", lambda x: x.diagonal(), S0, ["all_to_all"], [0, 20, 20, 20]),
 ]
 
@@ -351,3 +351,22 @@ def test_gradients_of_nothing_have_the_leafs_layout() -> None:
             assert torch.equal(x.grad.full_tensor(), torch.zeros(n))
 
     dtensor.simulate(2)(program)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("n", [5, 11, 130])
+def test_of_equal_values_torchs_own_index_is_given(shape: tuple[int, ...], n: int) -> None:
+    """Values drawn from a few, and NaN: where they are equal, the index is the one that plain torch gives."""
+    x = torch.randint(0, 4, (3, n), generator=torch.Generator().manual_seed(n)).double()
+    x[1, ::3] = float("nan")
+
+    def f() -> None:
+        mesh = init_device_mesh("cpu", shape)
+        d = distribute_tensor(x, mesh, [Shard(1)] * len(shape))
+        for k, largest in ((1, True), (2, False), (3, True)):
+            got, want = d.topk(k, 1, largest), x.topk(k, 1, largest)
+            assert torch.equal(got.indices.full_tensor(), want.indices)
+            got, want = d.kthvalue(k, 1), x.kthvalue(k, 1)
+            assert torch.equal(got.indices.full_tensor(), want.indices)
+
+    dtensor.simulate(4)(f)
