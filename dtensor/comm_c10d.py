@@ -189,11 +189,12 @@ def _bool_reduction(op: str) -> _Reduction:
 class C10dCommunicator(Communicator):
     """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order."""
 
-    __slots__ = ("_name", "_nccl", "_order", "group")
+    __slots__ = ("_gathering", "_name", "_nccl", "_order", "group")
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         super().__init__(ranks, rank)
         self.group = group
+        self._gathering: torch.Tensor | None = None
         self._name: str = group.group_name
         place = {r: i for i, r in enumerate(c10d.get_process_group_ranks(group))}
         if set(place) != set(self.ranks):
@@ -237,10 +238,15 @@ class C10dCommunicator(Communicator):
                 return self._exchange(flat.repeat(self.size), [flat.numel()] * self.size, dtype, shapes)
             finally:
                 purpose.kind = None
+        if self._gathering is not None:  # two of gloo's at a time in one group spoil the heap of the process
+            _wait(self._gathering)
         raw = _F.all_gather_into_tensor.default(_pad(flat, most), self.size, self._name)
+        self._gathering = None if self._nccl else raw
 
         def finish() -> list[torch.Tensor]:
             got = _wait(raw)
+            if self._gathering is raw:
+                self._gathering = None
             return [_unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)]
 
         return Pending(finish=finish)
