@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import Op, OpInfo
-from dtensor.dispatch_call import is_dtensor, make_call, map_args, output_metas
+from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, output_metas
 from dtensor.placement import Replicate
 from dtensor.propagate import decide
 from dtensor.registry import Call
@@ -121,7 +121,7 @@ class _Trial(TorchDispatchMode):
             raise _GaveUp(info.name)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _GaveUp(f"{info.name} draws random numbers")
-        tensors = [a for a in _flat(args, kwargs) if isinstance(a, torch.Tensor)]
+        tensors = [a for a in flat(args, kwargs) if isinstance(a, torch.Tensor)]
         if not tensors:
             return self._factory(info, args, kwargs)
         metas = output_metas(func, args, kwargs)
@@ -178,7 +178,7 @@ def decomposed(
         return None
     mesh = call.inputs[0].mesh
     gathered = decide(info.name, replicated_rule(call), call.inputs, call.outputs, mesh)
-    device = next(a for a in _flat(args, kwargs) if is_dtensor(a))._local_tensor.device
+    device = next(a for a in flat(args, kwargs) if is_dtensor(a))._local_tensor.device
     trial = _Trial(mesh, device)
     places: list[tuple[Any, int | None]] = []
     try:
@@ -255,10 +255,6 @@ def _replay(
         return made[0] if kind is None else list(made) if kind is list else tuple(made)
 
     return execute
-
-
-def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    return [x for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else (a,))]
 
 
 def _info(op: Op) -> OpInfo:

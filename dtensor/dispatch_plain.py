@@ -30,7 +30,7 @@ from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_ar
 from dtensor.dispatch_writes import gives_target
 from dtensor.errors import MixedTensorError, explain_error
 from dtensor.placement import Replicate
-from dtensor.plain_origin import Place, called_by_autograd, made_by_torch
+from dtensor.plain_origin import Place, called_by_autograd, made_by_torch, value_at
 from dtensor.spec import Spec
 
 __all__ = ["in_composite", "replicated_on", "with_plain"]
@@ -80,28 +80,28 @@ def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
-    plain = [p for p in _places(args, kwargs) if _at(args, kwargs, p).ndim]
+    plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
     if not plain:
         return
-    small = [_at(args, kwargs, p).numel() <= 1 for p in plain]
+    small = [value_at(args, kwargs, p).numel() <= 1 for p in plain]
     in_backward = torch._C._current_graph_task_id() >= 0
     given = getattr(hot._flags, "composite", False) or (in_backward and called_by_autograd())
     made = [few or given or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
-    parts = [_like_a_part(_at(args, kwargs, p), args, kwargs) for p in plain]
+    parts = [_like_a_part(value_at(args, kwargs, p), args, kwargs) for p in plain]
     if all(small) and not any(parts):
         return
     if in_backward and all(made) and info.name in _WITH_ZEROS:
         return
-    if in_backward and all(_at(args, kwargs, p).is_meta for p in plain):  # torch asks for the shape of a sum with zeros
-        return
+    if in_backward and all(value_at(args, kwargs, p).is_meta for p in plain):
+        return  # torch asks for the shape of a sum with zeros
     good = made
     if in_backward:  # zeros may come from torch by way of a user's own function: the values decide, on all ranks
-        good = [mine or not _at(args, kwargs, p).any() for mine, p in zip(made, plain, strict=True)]
+        good = [mine or not value_at(args, kwargs, p).any() for mine, p in zip(made, plain, strict=True)]
     else:
         for place, mine, part in zip(plain, made, parts, strict=True):
             if not mine and not part:
                 raise _mixed(info, args, kwargs, place)
-    if not _agreed([_at(args, kwargs, p) for p in plain], all(good), mesh):
+    if not _agreed([value_at(args, kwargs, p) for p in plain], all(good), mesh):
         at = plain[made.index(False)] if False in made else plain[0]
         raise _mixed(info, args, kwargs, at, by_torch=all(made) and not any(parts))
     if info.name not in _noticed:
@@ -143,12 +143,6 @@ def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Place]:
 
 def _is_plain(x: object) -> bool:
     return isinstance(x, torch.Tensor) and not is_dtensor(x)
-
-
-def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
-    where, sub = place
-    box = args[where] if isinstance(where, int) else kwargs[where]
-    return box if sub is None else box[sub]
 
 
 def _agreed(tensors: Sequence[torch.Tensor], good: bool, mesh: DeviceMesh) -> bool:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Place", "called_by_autograd", "made_by_torch"]
+__all__ = ["Place", "called_by_autograd", "made_by_torch", "value_at"]
 
 Place = tuple[int | str, int | None]
 """Where an argument is: position or name, and position in a list."""
@@ -55,7 +55,7 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
     (fresh, base_fresh), (held, base_held) = _counts()
     inside, modes, torchs = _frames(sys._getframe(1))
     call = held - fresh if torchs else 0
-    t = _at(args, kwargs, place)
+    t = value_at(args, kwargs, place)
     if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
         return False
     known = _variables(inside, t) + _variables(torchs, t) + _by_modes(modes, t)  # first, as looking leaves references
@@ -84,7 +84,8 @@ def called_by_autograd() -> bool:
     return frame is None or frame.f_back is None  # a thread of the engine's
 
 
-def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+    """The argument at `place` of a call."""
     where, sub = place
     box = args[where] if isinstance(where, int) else kwargs[where]
     return box if sub is None else box[sub]
@@ -160,7 +161,7 @@ class _Probe(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        t = _at(args, {}, (1, None))
+        t = value_at(args, {}, (1, None))
         args[0].counts.append(sys.getrefcount(t))
         return args[0]
 

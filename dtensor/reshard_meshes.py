@@ -32,7 +32,7 @@ from dtensor.reshard_async import unwaited
 from dtensor.reshard_geometry import Coord, Region, common, holdings, region_shape, region_size
 from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_local import Join, Take
-from dtensor.reshard_plan import plan_reshard
+from dtensor.reshard_plan import check_one_tensor, plan_reshard
 from dtensor.reshard_run import pending_parts, run_reshard
 from dtensor.reshard_search import scattered_to
 from dtensor.reshard_step import ReshardPlan
@@ -136,15 +136,7 @@ def _check(src: Spec, dst: Spec) -> None:
                 "make the other mesh of the same device type, move the result afterwards",
             )
         )
-    if src.shape != dst.shape or src.dtype != dst.dtype:
-        raise LayoutError(
-            explain_error(
-                f"redistribute {src} -> {dst}",
-                f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}",
-                "a redistribution keeps the global shape and dtype",
-                "the same shape and dtype on both meshes",
-            )
-        )
+    check_one_tensor(src, dst, "the same shape and dtype on both meshes")
 
 
 # ------------------------------------------------------------ slices

@@ -68,7 +68,7 @@ from dtensor.reshard_search import cheapest
 from dtensor.reshard_step import Layout, ReshardPlan, Step
 from dtensor.spec import Spec
 
-__all__ = ["ReshardPlan", "Step", "plan_reshard"]
+__all__ = ["ReshardPlan", "Step", "check_one_tensor", "plan_reshard"]
 
 _REPLICATE, _SUM = Replicate(), Partial()
 _FILL = {"product": "one_fill", "avg": "keep", "min": "keep", "max": "keep", "band": "keep", "bor": "keep"}
@@ -113,6 +113,19 @@ def _changed(src: Layout, dst: Layout) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(src) if p is not dst[a])
 
 
+def check_one_tensor(src: Spec, dst: Spec, fix: str) -> None:
+    """LayoutError, with `fix`, where two specs differ in the global shape or dtype."""
+    if src.shape != dst.shape or src.dtype != dst.dtype:
+        raise LayoutError(
+            explain_error(
+                f"redistribute {src} -> {dst}",
+                f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}",
+                "a redistribution keeps the global shape and dtype",
+                fix,
+            )
+        )
+
+
 def _check(src: Spec, dst: Spec) -> None:
     if src.mesh != dst.mesh:
         raise MeshError(
@@ -123,15 +136,7 @@ def _check(src: Spec, dst: Spec) -> None:
                 "distribute_tensor(x.full_tensor(), mesh, placements)",
             )
         )
-    if src.shape != dst.shape or src.dtype != dst.dtype:
-        raise LayoutError(
-            explain_error(
-                f"redistribute {src} -> {dst}",
-                f"{tuple(src.shape)} of {src.dtype} and {tuple(dst.shape)} of {dst.dtype}",
-                "a redistribution keeps the global shape and dtype",
-                "spec.with_placements(placements)",
-            )
-        )
+    check_one_tensor(src, dst, "spec.with_placements(placements)")
     for spec in (src, dst):
         kinds = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in spec.placements if isinstance(p, Partial)}
         if len(kinds) > 1:

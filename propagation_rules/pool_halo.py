@@ -116,6 +116,13 @@ class _View:
             x = halo.bring(x)
         return x
 
+    def zeros(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Zeros for the rows at hand of an image whose own part has this shape."""
+        wide = list(shape)
+        for i, halo in self.halos.items():
+            wide[self.lead + i] = halo.rows[1] - halo.rows[0]
+        return like.new_zeros(wide)
+
     def give_back(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradients of the rows at hand to their owners."""
         for halo in reversed(self.halos.values()):
@@ -162,10 +169,7 @@ def run_average_backward(ctx: KernelContext) -> torch.Tensor:
     """Their gradients; the input's values are not read, so its halo is not brought in."""
     grad, x = ctx.tensor("grad_output"), ctx.tensor("self")
     view = _View.of(ctx, ctx.in_specs[1], ctx.in_specs[0])
-    shape = [*x.shape]
-    for i, halo in view.halos.items():
-        shape[view.lead + i] = halo.rows[1] - halo.rows[0]
-    image = grad.new_zeros(shape)
+    image = view.zeros(grad, x.shape)
     if grad.numel():
         padded = view.pad(image)
         spread = _op("avg_pool{}d_backward", view)(
@@ -212,10 +216,7 @@ def run_largest_backward(ctx: KernelContext) -> torch.Tensor:
     """Their gradients, from the places alone."""
     grad, x, places = ctx.tensor("grad_output"), ctx.tensor("self"), ctx.tensor("indices")
     view = _View.of(ctx, ctx.in_specs[1], ctx.in_specs[0])
-    shape = [*x.shape]
-    for i, halo in view.halos.items():
-        shape[view.lead + i] = halo.rows[1] - halo.rows[0]
-    image = grad.new_zeros(shape)
+    image = view.zeros(grad, x.shape)
     if grad.numel():
         padded = view.pad(image)
         flat, lead = padded.reshape(*padded.shape[: view.lead], -1), grad.shape[: view.lead]

@@ -16,6 +16,7 @@ import torch
 import propagation_rules
 from dtensor import dispatch as hot
 from dtensor.dispatch_lists import base_entry
+from dtensor.dispatch_writes import functional_form
 from dtensor.registry import Entry, entries, lookup
 from propagation_rules.proof.lines import code_lines, kernel_lines
 from propagation_rules.proof.recorded import Op
@@ -54,21 +55,11 @@ def covering(op: Op) -> Entry | None:
     """The entry whose rule an overload uses, its own or a derived one."""
     kind = kind_of(op)
     if kind == "out":
-        functional = _functional_of(op)
+        functional = functional_form(op)
         return None if functional is None else lookup(functional)
     if kind in ("foreach", "fused"):
         return base_entry(hot.OpInfo(op))
     return lookup(op)
-
-
-def _functional_of(op: Op) -> Op | None:
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-    packet = getattr(torch.ops.aten, op._schema.name.rpartition("::")[2])
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted and kind_of(other) == "functional":
-            return other
-    return None
 
 
 @dataclass(frozen=True)
