@@ -52,9 +52,7 @@ class KernelContext:
         """Reduce `x` over the kernel's axes; same shape on all their ranks."""
         if not self.axes:
             return x
-        mesh = self.in_specs[0].mesh
-        axes = self.axes[0] if len(self.axes) == 1 else self.axes
-        return mesh.comm(axes).all_reduce(x, op)
+        return self.in_specs[0].mesh.comm(self.axes).all_reduce(x, op)
 
     def intervals(self, i: int, dim: int) -> tuple[Interval, ...]:
         """Intervals (start, length) of dim `dim` of input `i` that this rank holds."""

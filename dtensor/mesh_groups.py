@@ -125,13 +125,15 @@ class MeshGroups(MeshGeometry):
         if found is None:
             if axes is None and self.ndim != 1:
                 raise RuntimeError(f"{self!r} has {self.ndim} dimensions: comm(axes) needs to know which")
-            if isinstance(axes, tuple) and len(axes) > 1:
+            if isinstance(axes, tuple) and len(axes) == 1:
+                found = self.comm(axes[0])
+            elif isinstance(axes, tuple):
                 places = tuple(self.axis_of(a) for a in axes)
                 if len(set(places)) != len(places):
                     raise ValueError(f"comm({axes}): an axis occurs twice")
                 found = self._make_comm(coalesce(pair for i in places for pair in self._axes[i]), None)
             else:
-                i = self.axis_of(axes[0] if isinstance(axes, tuple) else axes or 0)
+                i = self.axis_of(axes or 0)
                 found = self._make_comm(self._axes[i], i)
             self._comms[axes] = found
         return found

@@ -102,7 +102,7 @@ def _crossing(call: Call, matrix: Spec, cut: int) -> tuple[int, int, Places, Pla
 def _index(ctx: KernelContext, matrix: Spec, cut: int, held: Places, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Where this rank's part of the diagonal lies: local index and global index of the dim that is cut."""
     axes = cutting(matrix, cut)
-    at = matrix.mesh.comm(axes[0] if len(axes) == 1 else axes).rank if axes else 0
+    at = matrix.mesh.comm(axes).rank if axes else 0
     local, world, before = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
     for start, length in places(matrix, cut)[at]:
         for a, n in held[at]:

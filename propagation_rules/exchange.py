@@ -76,7 +76,7 @@ def exchange(
         adds: places written several times hold the sum.
     """
     sources = [resolved(x) for x in sources]
-    comm = mesh.comm(axes[0] if len(axes) == 1 else tuple(axes)) if axes else None
+    comm = mesh.comm(tuple(axes)) if axes else None
     at = 0 if comm is None else comm.rank
     todo = plan(tuple(runs), tuple(ins), tuple(outs), at, adds)
     first = sources[0]

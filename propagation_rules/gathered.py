@@ -22,7 +22,7 @@ def gather_stacked(ctx: KernelContext, x: torch.Tensor) -> torch.Tensor:
     """`x` of all positions of the kernel's axes, stacked in front: [positions, *x.shape]. Same shape everywhere."""
     if not ctx.axes:
         return x.unsqueeze(0)
-    comm = ctx.in_specs[0].mesh.comm(ctx.axes[0] if len(ctx.axes) == 1 else ctx.axes)
+    comm = ctx.in_specs[0].mesh.comm(ctx.axes)
     return torch.stack(comm.all_gather(x.contiguous(), [tuple(x.shape)] * comm.size))
 
 

@@ -73,7 +73,7 @@ class Halo:
         ctx: KernelContext, axes: Sequence[int], x: Spec, y: Spec, dim: int, reads: Callable[[int, int], Span]
     ) -> Halo:
         """For input `x` and output `y` cut on `dim` over `axes`; `reads` gives the rows that outputs [a, b) read."""
-        comm = x.mesh.comm(axes[0] if len(axes) == 1 else tuple(axes))
+        comm = x.mesh.comm(tuple(axes))
         made, whole = spans(y, dim, axes), (0, x.shape[dim])
         wanted = tuple(_common(reads(*s), whole) if s[0] < s[1] else (0, 0) for s in made)
         return Halo(comm, dim, tuple(spans(x, dim, axes)), wanted, made[comm.rank])

@@ -49,7 +49,7 @@ def log_softmax(call: Call) -> Rule:
 def combine_statistics(ctx: KernelContext, stats: torch.Tensor) -> torch.Tensor:
     """Statistics of all positions of the kernel's axes, stacked in front: [positions, *stats.shape]."""
     mesh = ctx.in_specs[0].mesh
-    comm = mesh.comm(ctx.axes[0] if len(ctx.axes) == 1 else ctx.axes)
+    comm = mesh.comm(ctx.axes)
     return torch.stack(comm.all_gather(stats, [tuple(stats.shape)] * comm.size))
 
 

@@ -84,7 +84,7 @@ def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     best, at = x.topk(min(more, x.shape[d]), d, largest)
     sent = torch.stack((as_bits(best), ctx.indices(0, d, x.device)[at]))
     axes = cutting(spec, d)
-    comm = spec.mesh.comm(axes[0] if len(axes) == 1 else axes)
+    comm = spec.mesh.comm(axes)
     sizes = [min(more, sum(n for _, n in runs)) for runs in places(spec, d)]
     values, indices = torch.cat(
         comm.all_gather(sent, [(*sent.shape[: d + 1], n, *sent.shape[d + 2 :]) for n in sizes]), d + 1

@@ -73,7 +73,7 @@ def _run(ctx: KernelContext) -> torch.Tensor:
 
 def _position(ctx: KernelContext) -> int:
     """This rank's position along the kernel's axes."""
-    return ctx.in_specs[0].mesh.comm(ctx.axes[0] if len(ctx.axes) == 1 else ctx.axes).rank
+    return ctx.in_specs[0].mesh.comm(ctx.axes).rank
 
 
 # ------------------------------------------------------------ extremes so far

@@ -97,7 +97,7 @@ def _owner(ctx: KernelContext, dim: int, held: Places) -> tuple[int, int]:
 def _run_select(ctx: KernelContext) -> torch.Tensor:
     x, spec, out, dim = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx), ctx.call.dim()
     axes = cutting(spec, dim)
-    comm = spec.mesh.comm(axes[0] if len(axes) == 1 else axes)
+    comm = spec.mesh.comm(axes)
     owner, at = _owner(ctx, dim, places(spec, dim))
     row = resolved(x.select(dim, at)) if comm.rank == owner else x.new_empty(out.local_shape)
     return in_order(comm.broadcast(row, owner), out.stride)
@@ -126,7 +126,7 @@ def _run_select_scatter(ctx: KernelContext) -> torch.Tensor:
     axes = cutting(spec, dim)
     owner, at = _owner(ctx, dim, places(spec, dim))
     out = ctx.inputs[0].clone()
-    if spec.mesh.comm(axes[0] if len(axes) == 1 else axes).rank == owner:
+    if spec.mesh.comm(axes).rank == owner:
         out.select(dim, at).copy_(ctx.inputs[1])
     return out
 

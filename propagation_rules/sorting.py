@@ -68,7 +68,7 @@ def _boundary_keys(ctx: KernelContext, keys: torch.Tensor, starts: torch.Tensor)
 def _run(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     x, spec, out = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx)
     axes = cutting(spec, 0)
-    comm = spec.mesh.comm(axes[0] if len(axes) == 1 else axes)
+    comm = spec.mesh.comm(axes)
     descending = bool(ctx.call["descending"])
     value, at = x.sort(stable=True, dim=0, descending=descending)
     index = ctx.indices(0, 0, x.device)[at]

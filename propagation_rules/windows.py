@@ -65,7 +65,7 @@ def _run(ctx: KernelContext) -> torch.Tensor:
 
 def _position(ctx: KernelContext, axes: tuple[int, ...]) -> int:
     mesh = ctx.in_specs[0].mesh
-    return mesh.comm(axes[0] if len(axes) == 1 else axes).rank if axes else 0
+    return mesh.comm(axes).rank if axes else 0
 
 
 def unfold_backward(call: Call) -> Rule:

@@ -314,6 +314,7 @@ def test_current_mesh() -> None:
 def test_communicators() -> None:
     mesh = cube()
     assert mesh.comm("a") is mesh.comm("a") and mesh.comm((0, 2)) is mesh.comm((0, 2))
+    assert mesh.comm(("a",)) is mesh.comm("a")
     for axes, ranks, position in [
         ("a", (1, 5), 1), (1, (5, 7), 0), (-1, (4, 5), 1), ((0,), (1, 5), 1), (("a", "c"), (0, 1, 4, 5), 3),
         ((2, 0), (0, 4, 1, 5), 3), ((0, 1, 2), tuple(range(8)), 5), ((1, 0), (1, 5, 3, 7), 1),
