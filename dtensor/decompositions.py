@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import Op, OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, output_metas
+from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, output_metas, plain_wrapper, replicated_on
 from dtensor.placement import Replicate
 from dtensor.propagate import decide
 from dtensor.registry import Call
@@ -234,20 +234,16 @@ def _replay(
     refs: Sequence[_Ref | None], kind: type | None,
 ) -> Callable[..., Any]:  # fmt: skip
     """The function that runs a trace: `execute(local, named, args)`, as plans are."""
-    whole = (Replicate(),) * mesh.ndim
-
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         values: list[Any] = []
         for (at, sub), spec in zip(places, specs, strict=True):
             box = local[at] if isinstance(at, int) else named[at]
-            values.append(hot._new(hot._DTensor, box if sub is None else box[sub], spec, requires_grad=False))
+            values.append(plain_wrapper(box if sub is None else box[sub], spec))
         given = lambda a: values[a.at] if type(a) is _Ref else a  # noqa: E731
         for step in steps:
             a, k = map_args(given, step.args, step.kwargs)
             if step.factory:
-                t = step.info.func(*a, **k)
-                spec = Spec.make(mesh, whole, t.shape, t.stride(), t.dtype)
-                values.append(hot._new(hot._DTensor, t, spec, requires_grad=False))
+                values.append(replicated_on(mesh, step.info.func(*a, **k)))
                 continue
             got = hot.dispatch(step.info.func, a, k)
             values += got if isinstance(got, (list, tuple)) else [got]

@@ -20,7 +20,7 @@ import torch
 from dtensor import random as rng
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
-from dtensor.moved import MovedSpec, ViewCall, note_writes, watching
+from dtensor.moved import MovedSpec, ViewCall, note_written
 from dtensor.propagate import Decision
 from dtensor.registry import Call, Entry, lookup, on_clear, op_name
 from dtensor.reshard_run import redistribute_local
@@ -39,8 +39,8 @@ class OpInfo:
     """What dispatch knows about one overload, made at its first use."""
 
     __slots__ = (
-        "entry", "func", "is_view", "kind", "name", "plans", "run", "special", "value_args", "value_names",
-        "written", "written_at",
+        "entry", "func", "gives_target", "is_view", "kind", "name", "plans", "run", "special", "value_args",
+        "value_names", "written", "written_at",
     )  # fmt: skip
 
     def __init__(self, func: Op) -> None:
@@ -52,6 +52,8 @@ class OpInfo:
         args = schema.arguments
         self.written = tuple(a.name for a in args if a.alias_info is not None and a.alias_info.is_write)
         self.written_at = tuple(i for i, a in enumerate(args) if a.name in self.written)
+        # Some write an argument and return something new (`rrelu_with_noise`): their results are wrapped as ever.
+        self.gives_target = bool(self.written and schema.returns) and schema.returns[0].alias_info is not None
         self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
         packet = self.name.split(".")[1]
         self.kind = (
@@ -223,9 +225,7 @@ class Plan:
         self.overrides = tuple((_position(call.op, name), name, value) for name, value in given.items())
         outs = decision.outputs
         self.out: Any = outs[0] if structure == "one" else outs
-        # Some write an argument and return something new (`rrelu_with_noise`): their results are wrapped as ever.
-        returns = info.func._schema.returns
-        self.inplace = bool(info.written) and (not returns or returns[0].alias_info is not None)
+        self.inplace = bool(info.written) and (info.gives_target or not info.func._schema.returns)
         self.written = info.written_at
         self.seed = info.entry is not None and info.entry.random and bound is None
         outside = call.inputs[0].mesh.coord is None
@@ -303,16 +303,14 @@ class Plan:
 
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
             got = self.compute(local, named)
+            if self.written:
+                note_written(args, self.written)
             if self.inplace:
-                if watching():
-                    note_writes(*(args[i] for i in self.written if i < len(args)))
                 if self.kernel is not None and structure == "one":
                     args[0]._local_tensor.copy_(got)
                 return args[0] if structure == "one" else None
             if structure == "none":
                 return got
-            if self.written and watching():
-                note_writes(*(args[i] for i in self.written if i < len(args)))
             if self.reorder:
                 got = _in_order(got, outs)
             if moved_view:
@@ -398,8 +396,7 @@ def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: ty
 def _simple_inplace(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         run(*local, **named)
-        if watching():
-            note_writes(*(args[i] for i in written if i < len(args)))
+        note_written(args, written)
         return args[0]
 
     return execute

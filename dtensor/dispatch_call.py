@@ -13,10 +13,14 @@ from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import Op, OpInfo
 from dtensor.errors import LayoutError, MeshError, explain_error
+from dtensor.placement import Replicate
 from dtensor.registry import Call, flat_inputs
-from dtensor.spec import TensorMeta
+from dtensor.spec import Spec, TensorMeta
 
-__all__ = ["common_mesh", "flat", "is_dtensor", "layouts", "make_call", "map_args", "output_metas"]
+__all__ = [
+    "common_mesh", "flat", "is_dtensor", "layouts", "make_call", "map_args", "map_named", "output_metas",
+    "plain_wrapper", "put_back", "replicated_on",
+]  # fmt: skip
 
 
 def is_dtensor(x: object) -> bool:
@@ -39,6 +43,31 @@ def map_args(
     """Apply `f` to every argument, and to the items of lists."""
     one = lambda a: [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)  # noqa: E731
     return tuple(one(a) for a in args), {k: one(v) for k, v in kwargs.items()}
+
+
+def map_named(
+    f: Callable[[str, Any], Any], func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `f` to the name and the value of every argument."""
+    names = (p.name for p in func._schema.arguments)
+    return tuple(f(n, a) for n, a in zip(names, args, strict=False)), {n: f(n, a) for n, a in kwargs.items()}
+
+
+def plain_wrapper(local: torch.Tensor, spec: Spec) -> Any:
+    """A DTensor of these parts, no view of anything."""
+    return hot._new(hot._DTensor, local, spec, requires_grad=False)
+
+
+def replicated_on(mesh: DeviceMesh, t: torch.Tensor) -> Any:
+    """A plain tensor as a DTensor that is replicated on every axis; shares memory."""
+    return plain_wrapper(t, Spec.make(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype))
+
+
+def put_back(result: Any, made: Sequence[tuple[Any, Any]]) -> Any:
+    """`result`, one or several, with the first of each pair in `made` in the place of the second."""
+    back = {id(other): t for t, other in made}
+    restored = lambda t: back.get(id(t), t)  # noqa: E731
+    return type(result)(map(restored, result)) if isinstance(result, (list, tuple)) else restored(result)
 
 
 def layouts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -18,10 +18,9 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import is_dtensor, map_args
-from dtensor.dispatch_views import plain_wrapper, whole, write_local
-from dtensor.dispatch_writes import cannot_keep, functional_form, gives_target
-from dtensor.placement import Replicate
+from dtensor.dispatch_call import is_dtensor, map_args, map_named, plain_wrapper, put_back
+from dtensor.dispatch_views import whole, write_local
+from dtensor.dispatch_writes import cannot_keep, functional_form
 
 __all__ = ["Execute", "rewritten", "run_on_copies", "with_kwargs"]
 
@@ -34,7 +33,7 @@ Execute = Callable[[list[Any], dict[str, Any], tuple[Any, ...]], Any]
 def rewritten(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Execute:
     """What a plan runs for a call none of whose strategies keeps what it writes."""
     draws = info.entry is not None and info.entry.random
-    plain = info.written_at == (0,) and gives_target(info) and not draws
+    plain = info.written_at == (0,) and info.gives_target and not draws
     form = functional_form(info.func) if plain else None
     if form is None:
         return with_kwargs(kwargs, lambda a, k: run_on_copies(info, a, k))
@@ -68,7 +67,7 @@ def run_on_copies(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], e
     def copied(t: Any) -> Any:
         if not is_dtensor(t):
             return t
-        spec = t._spec.with_placements((Replicate(),) * t._spec.mesh.ndim)
+        spec = t._spec.replicated()
         if info.name.split(".")[1] in DRAWS:
             local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=t._local_tensor.device)
         else:
@@ -80,21 +79,16 @@ def run_on_copies(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], e
     def replicated(t: Any) -> Any:
         if not everything or not is_dtensor(t):
             return t
-        return plain_wrapper(whole(t), t._spec.with_placements((Replicate(),) * t._spec.mesh.ndim))
+        return plain_wrapper(whole(t), t._spec.replicated())
 
     def convert(name: str, a: Any) -> Any:
         f = copied if name in info.written else replicated
         return [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)
 
-    new_args = tuple(convert(p.name, a) for p, a in zip(info.func._schema.arguments, args, strict=False))
-    new_kwargs = {k: convert(k, a) for k, a in kwargs.items()}
+    new_args, new_kwargs = map_named(convert, info.func, args, kwargs)
     if all(t._spec is made._spec for t, made in written) and not everything:
         raise cannot_keep(info, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
     for t, made in written:
         write_local(t, made)
-    back = {id(made): t for t, made in written}
-    restored = lambda t: back.get(id(t), t)  # noqa: E731
-    if isinstance(result, (list, tuple)):
-        return type(result)(map(restored, result))
-    return restored(result)
+    return put_back(result, written)

@@ -16,12 +16,12 @@ from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, make_call, output_metas
+from dtensor.dispatch_call import flat, is_dtensor, make_call, map_named, output_metas
 from dtensor.dispatch_functional import Execute, run_on_copies, with_kwargs
 from dtensor.dispatch_views import write_local
 from dtensor.dispatch_writes import functional_form
 from dtensor.errors import LayoutError, MeshError
-from dtensor.moved import note_writes, storage_of, watching
+from dtensor.moved import note_written, storage_of
 from dtensor.placement import Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
@@ -60,8 +60,7 @@ class ListPlan:
                         box[i] = moved
             got = run(*local, **named)
             if not returns:
-                if watching():
-                    note_writes(*(args[i] for i in info.written_at if i < len(args)))
+                note_written(args, info.written_at)
                 return args[0] if info.func._schema.returns else None
             if groups:
                 got = [g if s is None else in_order(g, s.stride) for g, s in zip(got, outs, strict=True)]
@@ -183,7 +182,6 @@ def in_parts(info: OpInfo, kwargs: dict[str, Any], lost: Sequence[int], count: i
     """
     form = functional_form(info.func) if info.written_at == (0,) else None
     lists = frozenset(a.name for a in info.func._schema.arguments if str(a.type).startswith("List["))
-    params = [a.name for a in info.func._schema.arguments]
     kept = [i for i in range(count) if i not in set(lost)]
 
     def part(elements: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +190,7 @@ def in_parts(info: OpInfo, kwargs: dict[str, Any], lost: Sequence[int], count: i
         def some(name: str, a: Any) -> Any:
             return [a[i] for i in elements] if name in lists and isinstance(a, (list, tuple)) and len(a) == count else a
 
-        return tuple(some(n, a) for n, a in zip(params, args, strict=False)), {n: some(n, a) for n, a in kwargs.items()}
+        return map_named(some, info.func, args, kwargs)
 
     def write(elements: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = part(elements, args, kwargs)

@@ -15,7 +15,7 @@ import torch
 from dtensor import dispatch as hot
 from dtensor.decompositions import decomposed, is_composite
 from dtensor.dispatch import OpInfo, Plan
-from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, output_metas
+from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, output_metas, plain_wrapper
 from dtensor.dispatch_functional import rewritten
 from dtensor.dispatch_plain import in_composite, with_plain
 from dtensor.dispatch_views import has_moved, with_moved
@@ -129,7 +129,7 @@ def _rewrapped(result: Any, decision: Decision) -> Any:
     def again(t: Any, spec: Spec | None) -> Any:
         if spec is None or not is_dtensor(t) or isinstance(t._spec, MovedSpec):
             return t
-        return hot._new(hot._DTensor, t._local_tensor, spec, requires_grad=False)
+        return plain_wrapper(t._local_tensor, spec)
 
     if isinstance(result, (list, tuple)):
         return type(result)(again(t, s) for t, s in zip(result, decision.outputs, strict=True))

@@ -26,14 +26,11 @@ import torch
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args
-from dtensor.dispatch_writes import gives_target
+from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args, plain_wrapper, replicated_on
 from dtensor.errors import MixedTensorError, explain_error
-from dtensor.placement import Replicate
 from dtensor.plain_origin import Place, called_by_autograd, made_by_torch, value_at
-from dtensor.spec import Spec
 
-__all__ = ["in_composite", "replicated_on", "with_plain"]
+__all__ = ["in_composite", "with_plain"]
 
 _WITH_ZEROS = frozenset(
     f"aten.{op}" if "." in op else f"aten.{op}.default"
@@ -60,12 +57,12 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if isinstance(a, torch.Tensor) and not is_dtensor(a):
             return replicated_on(mesh, a)
         if type(a) is not hot._DTensor and is_dtensor(a):
-            return hot._new(hot._DTensor, a._local_tensor, a._spec, requires_grad=False)
+            return plain_wrapper(a._local_tensor, a._spec)
         return a
 
     new_args, new_kwargs = map_args(convert, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
-    return args[0] if info.written and gives_target(info) else result
+    return args[0] if info.gives_target else result
 
 
 def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,12 +118,6 @@ def _like_a_part(t: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
         if any(tuple(spec.local_shape_of(c)) == tuple(t.shape) for c in itertools.product(*map(range, shape))):
             return True
     return False
-
-
-def replicated_on(mesh: DeviceMesh, t: torch.Tensor) -> Any:
-    """A plain tensor as a DTensor that is replicated on every axis; shares memory."""
-    spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
-    return hot._new(hot._DTensor, t, spec, requires_grad=False)
 
 
 def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Place]:

@@ -22,14 +22,13 @@ from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, map_args
+from dtensor.dispatch_call import flat, is_dtensor, map_args, map_named, plain_wrapper, put_back
 from dtensor.moved import MovedSpec, ViewCall, bind_replay, note_writes, settled_spec, version
 from dtensor.placement import Replicate
-from dtensor.spec import Spec
 from dtensor.strides import in_order
 
 __all__ = [
-    "Written", "carry_back", "has_moved", "plain_wrapper", "settled", "whole", "with_moved", "writable", "write_local",
+    "Written", "carry_back", "has_moved", "settled", "whole", "with_moved", "writable", "write_local",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -37,12 +36,7 @@ OVERWRITES = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.T
 """Ops that do not read what they write."""
 
 
-# ------------------------------------------------------------ plain wrappers
-def plain_wrapper(local: torch.Tensor, spec: Spec) -> Any:
-    """A DTensor of these parts, no view of anything."""
-    return hot._new(hot._DTensor, local, spec, requires_grad=False)
-
-
+# ------------------------------------------------------------ values
 def settled(x: Any, call: str) -> Any:
     """`x`, or where it is a view that had to move data an ordinary DTensor of its value, up to date."""
     if not isinstance(x._spec, MovedSpec):
@@ -59,7 +53,7 @@ def has_moved(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def whole(x: Any) -> torch.Tensor:
     """The value of an ordinary DTensor as a plain tensor of its own memory and the global strides."""
     spec = x._spec
-    local = hot.redistribute_local(x._local_tensor, spec, spec.with_placements((Replicate(),) * spec.mesh.ndim))
+    local = hot.redistribute_local(x._local_tensor, spec, spec.replicated())
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=local.device).copy_(local)
 
 
@@ -168,8 +162,7 @@ def _on_one_device(spec: MovedSpec, new: Any) -> Any:
         got = call.func(view, *call.args, **call.kwargs)
         view = got if call.index is None else got[call.index]
     view.copy_(whole(new))
-    meta = base._spec
-    return plain_wrapper(full, meta.with_placements((Replicate(),) * meta.mesh.ndim))
+    return plain_wrapper(full, base._spec.replicated())
 
 
 def write_local(target: Any, new: Any) -> None:
@@ -180,9 +173,8 @@ def write_local(target: Any, new: Any) -> None:
     local, src, dst = new._local_tensor, new._spec, target._spec
     if src.dtype is not dst.dtype and src.has_partial():
         settled_first = tuple(Replicate() if p.is_partial() else p for p in src.placements)
-        local, src = hot.redistribute_local(local, src, src.with_placements(settled_first)), src.with_placements(
-            settled_first
-        )
+        reduced = src.with_placements(settled_first)
+        local, src = hot.redistribute_local(local, src, reduced), reduced
     if src.dtype is not dst.dtype:
         local, src = local.to(dst.dtype), src.with_meta(src.shape, src.stride, dst.dtype)
     local = hot.redistribute_local(local, src, src.with_placements(dst.placements))
@@ -218,17 +210,12 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         f = (lambda t: writable(t, info.name, written)) if name in info.written else read
         return [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)
 
-    new_args = tuple(convert(p.name, a) for p, a in zip(params, args, strict=False))
-    new_kwargs = {k: convert(k, a) for k, a in kwargs.items()}
+    new_args, new_kwargs = map_named(convert, info.func, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
     carry_back(written)
     if info.kind == "foreach":
         increment_version([view for view, _ in written])
-    back = {id(made): view for view, made in written}
-    restored = lambda t: back.get(id(t), t)  # noqa: E731
-    if isinstance(result, (list, tuple)):
-        return args[0] if result is new_args[0] else type(result)(map(restored, result))
-    return restored(result)
+    return args[0] if isinstance(result, list) and result is new_args[0] else put_back(result, written)
 
 
 Written = list[tuple[Any, Any]]

@@ -14,15 +14,15 @@ import torch
 from dtensor import dispatch as hot
 from dtensor import random
 from dtensor.dispatch import Op, OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, layouts, map_args, output_metas
+from dtensor.dispatch_call import flat, is_dtensor, layouts, map_args, output_metas, plain_wrapper, replicated_on
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError, explain_error
 from dtensor.moved import settled_spec
-from dtensor.placement import Replicate, Shard, StridedShard
+from dtensor.placement import Shard, StridedShard
 from dtensor.registry import Call
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
-    "cannot_keep", "check_written", "functional_form", "gives_target", "kept", "laid_out_like",
+    "cannot_keep", "check_written", "functional_form", "kept", "laid_out_like",
     "run_inplace_view", "run_out", "take_over",
 ]  # fmt: skip
 
@@ -61,12 +61,6 @@ def kept(info: OpInfo, call: Call) -> dict[int, int]:
                 ]  # fmt: skip
                 keep[at] = out[0] if out else -1
     return keep
-
-
-def gives_target(info: OpInfo) -> bool:
-    """True for an op that returns what it writes; some write an argument and return something new."""
-    returns = info.func._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
 
 
 def check_written(info: OpInfo, call: Call, outs: Sequence[TensorMeta | None]) -> None:
@@ -126,7 +120,7 @@ def _on_each_rank(
 ) -> list[Any]:  # fmt: skip
     """The results of an op that has no form without `out=`, such as a factory: every rank computes them whole."""
     mesh = like._spec.mesh
-    spec = like._spec.with_placements((Replicate(),) * mesh.ndim)
+    spec = like._spec.replicated()
 
     def plain(a: Any) -> Any:
         if not is_dtensor(a):
@@ -144,8 +138,7 @@ def _on_each_rank(
         random.run_seeded(run, spec, rest.get("generator"), like._local_tensor.device)
     else:
         run()
-    specs = [Spec.make(mesh, spec.placements, t.shape, t.stride(), t.dtype) for t in flat((), made)]
-    return [hot._new(hot._DTensor, t, s, requires_grad=False) for t, s in zip(flat((), made), specs, strict=True)]
+    return [replicated_on(mesh, t) for t in flat((), made)]
 
 
 def laid_out_like(t: Any, spec: Spec) -> Any:
@@ -156,7 +149,7 @@ def laid_out_like(t: Any, spec: Spec) -> Any:
         return t
     own = t._spec
     want = own.with_placements(spec.placements)
-    return hot._new(hot._DTensor, hot.redistribute_local(t._local_tensor, own, want), want, requires_grad=False)
+    return plain_wrapper(hot.redistribute_local(t._local_tensor, own, want), want)
 
 
 def _check_targets(

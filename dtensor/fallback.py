@@ -8,14 +8,11 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args
+from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, replicated_on
 from dtensor.dispatch_functional import run_on_copies
-from dtensor.dispatch_writes import gives_target
 from dtensor.memory import refuse_layout
-from dtensor.moved import note_writes
-from dtensor.placement import Replicate
+from dtensor.moved import note_written
 from dtensor.rule_absent import is_of_torch, no_rule
-from dtensor.spec import Spec
 
 __all__ = ["run_replicated"]
 
@@ -33,7 +30,7 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def whole(a: Any) -> Any:
         if not is_dtensor(a):
             return a
-        return hot.redistribute_local(a._local_tensor, a._spec, a._spec.with_placements((Replicate(),) * mesh.ndim))
+        return hot.redistribute_local(a._local_tensor, a._spec, a._spec.replicated())
 
     largs, lkwargs = map_args(whole, args, kwargs)
     got = info.run(*largs, **lkwargs)
@@ -43,12 +40,9 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return t
         if t.is_nested or t.layout not in (torch.strided, torch.sparse_coo):
             refuse_layout(f"{info.name}, the result", t)
-        spec = Spec.make(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
-        return hot._new(hot._DTensor, t, spec, requires_grad=False)
+        return replicated_on(mesh, t)
 
-    if info.written:
-        note_writes(*(a for n, a in zip((p.name for p in info.func._schema.arguments), args, strict=False)
-                      if n in info.written))  # fmt: skip
-        if gives_target(info):
-            return args[0]
+    note_written(args, info.written_at)
+    if info.gives_target:
+        return args[0]
     return type(got)(wrap(t) for t in got) if isinstance(got, (list, tuple)) else wrap(got)

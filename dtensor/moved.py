@@ -29,7 +29,7 @@ import torch
 from dtensor.errors import LayoutError, explain_error
 from dtensor.spec import Spec
 
-__all__ = ["MovedSpec", "ViewCall", "bind_replay", "note_writes", "settled_spec", "watching"]
+__all__ = ["MovedSpec", "ViewCall", "bind_replay", "note_writes", "note_written", "settled_spec"]
 
 _alive = 0
 _counts: dict[int, int] = {}
@@ -126,11 +126,6 @@ def settled_spec(x: Any, call: str) -> Spec:
     return spec.settled()
 
 
-def watching() -> bool:
-    """True while a view that had to move data is alive, so that writes matter."""
-    return _alive > 0
-
-
 def note_writes(*written: Any) -> None:
     """Count a write to each of these DTensors, and to those in lists; anything else is passed over."""
     for t in written:
@@ -138,6 +133,12 @@ def note_writes(*written: Any) -> None:
             note_writes(*t)
         elif hasattr(t, "_local_tensor"):
             _counts[storage_of(t)] = next(_fresh)
+
+
+def note_written(args: Sequence[Any], at: Sequence[int]) -> None:
+    """`note_writes` for the arguments in these positions, where it matters."""
+    if _alive:
+        note_writes(*(args[i] for i in at if i < len(args)))
 
 
 def storage_of(t: Any) -> int:

@@ -26,7 +26,6 @@ import torch
 from dtensor.dispatch import OpInfo
 from dtensor.errors import NoRuleError, explain_error
 from dtensor.factors import Rule
-from dtensor.placement import Replicate
 from dtensor.registry import Call
 from dtensor.reshard_plan import plan_reshard
 
@@ -142,7 +141,7 @@ def notice(info: OpInfo, call: Call) -> None:
     _noticed.add(info.name)
     received, kinds = 0, list[str]()
     for s in call.inputs:
-        plan = plan_reshard(s, s.with_placements((Replicate(),) * s.mesh.ndim))
+        plan = plan_reshard(s, s.replicated())
         kinds += plan.collectives
         received += plan.received_elements * s.dtype.itemsize
     log.warning(

@@ -253,6 +253,10 @@ class Spec:
         """The same tensor in another layout."""
         return Spec.make(self.mesh, placements, self.shape, self.stride, self.dtype)
 
+    def replicated(self) -> Spec:
+        """The same tensor, replicated on every axis."""
+        return self.with_placements((Replicate(),) * self.mesh.ndim)
+
     def with_meta(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Spec:
         """The same layout with other metadata."""
         return Spec.make(self.mesh, self.placements, shape, stride, dtype)

@@ -13,6 +13,7 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import special
+from dtensor.dispatch_call import plain_wrapper
 from dtensor.dispatch_writes import laid_out_like, take_over
 from dtensor.errors import LayoutError, MixedTensorError, explain_error
 from dtensor.moved import MovedSpec, settled_spec
@@ -69,7 +70,7 @@ def _allclose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @special("aten._pin_memory.default")
 def _pin_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    return hot._new(hot._DTensor, x._local_tensor.pin_memory(), x._spec, requires_grad=False)
+    return plain_wrapper(x._local_tensor.pin_memory(), x._spec)
 
 
 @special("aten._has_compatible_shallow_copy_type.default")
@@ -100,7 +101,7 @@ def _resize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec, local = x._spec, x._local_tensor
     if not isinstance(spec, MovedSpec) and spec.is_replicated():
         local.resize_(shape, **kwargs)
-        take_over(x, _wrapped(local, spec.with_meta(local.shape, local.stride(), spec.dtype)))
+        take_over(x, plain_wrapper(local, spec.with_meta(local.shape, local.stride(), spec.dtype)))
     elif math.prod(shape) <= x.numel() and x.is_contiguous():
         flat = hot.dispatch(aten.view.default, (x, [-1]))
         first = hot.dispatch(aten.slice.Tensor, (flat, 0, 0, math.prod(shape)))
@@ -114,10 +115,6 @@ def _resize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         )  # fmt: skip
     return x
-
-
-def _wrapped(local: torch.Tensor, spec: Spec) -> Any:
-    return hot._new(hot._DTensor, local, spec, requires_grad=False)
 
 
 @special("aten.addbmm_.default")

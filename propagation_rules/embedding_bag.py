@@ -20,7 +20,7 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import special
-from dtensor.dispatch_plain import replicated_on
+from dtensor.dispatch_call import replicated_on
 from dtensor.errors import MeshError, MixedTensorError, explain_error
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.spec import Spec, contiguous_stride
@@ -177,6 +177,5 @@ def _replicated(op: torch._ops.OpOverload, named: Mapping[str, Any]) -> DTensor:
     """`op` on replicated inputs."""
     mesh = next(t.device_mesh for t in named.values() if isinstance(t, DTensor))
     got = op(**{n: _whole(t) if isinstance(t, DTensor) else t for n, t in named.items()})
-    return DTensor(
-        got, Spec.make(mesh, (Replicate(),) * mesh.ndim, got.shape, got.stride(), got.dtype), requires_grad=False
-    )
+    made: DTensor = replicated_on(mesh, got)
+    return made

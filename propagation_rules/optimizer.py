@@ -131,7 +131,7 @@ def _local(t: Any) -> Any:
     if not isinstance(t, DTensor):
         return t
     t = settled(t, "a fused step")
-    return redistribute_local(t._local_tensor, t._spec, t._spec.with_placements((Replicate(),) * t.device_mesh.ndim))
+    return redistribute_local(t._local_tensor, t._spec, t._spec.replicated())
 
 
 def _wrong_layout(op: str, name: str, t: object, param: Spec) -> LayoutError:
