@@ -277,8 +277,7 @@ class C10dCommunicator(Communicator):
         raw = _F.reduce_scatter_tensor.default(sent, how.wire, self.size, self._name)
 
         def finish() -> torch.Tensor:
-            got = _wait(raw).narrow(0, 0, numel).view(wire_shape)
-            return (got if decode is None else decode(got)).view(shape)
+            return _shaped(_wait(raw).narrow(0, 0, numel).view(wire_shape), decode, shape)
 
         return Pending(finish=finish)
 
@@ -295,8 +294,7 @@ class C10dCommunicator(Communicator):
 
         def finish() -> torch.Tensor:
             work.wait()
-            got = (out / size if how.wire == "avg" else out).view(tuple(wire_shape))
-            return (got if decode is None else decode(got)).view(tuple(shape))
+            return _shaped((out / size if how.wire == "avg" else out).view(tuple(wire_shape)), decode, shape)
 
         return Pending(finish=finish)
 

@@ -28,12 +28,11 @@ from dtensor.device_mesh import DeviceMesh
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.mesh_layout import Axis, coalesce
 from dtensor.placement import Partial, Replicate
-from dtensor.reshard_async import unwaited
 from dtensor.reshard_geometry import Coord, Region, common, holdings, region_shape, region_size
 from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_local import Join, Take
 from dtensor.reshard_plan import check_one_tensor, plan_reshard
-from dtensor.reshard_run import pending_parts, run_reshard
+from dtensor.reshard_run import exchange_others, run_reshard
 from dtensor.reshard_search import scattered_to
 from dtensor.reshard_step import ReshardPlan
 from dtensor.spec import Spec
@@ -288,29 +287,23 @@ def _exchange(have: Spec, want: Spec) -> Callable[[torch.Tensor, bool], torch.Te
     if me in wanting:
         wanted = holdings(want, want.placements, wanting[me])
         for cut in sources.shards():
-            at = ranks.index(sources.source(cut, ranks.index(me), me))
+            sender = ranks.index(sources.source(cut, ranks.index(me), me))
             part = common(holdings(have, have.placements, sources.at(cut)), wanted)[1]
             if region_size(part):
-                into[at] = part
-    take, join, mine_at = Take(out, region_shape(held)), Join(into, region_shape(wanted)), ranks.index(me)
-    shapes = [(0,) if i == mine_at else region_shape(part) for i, part in enumerate(into)]
-
-    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if x.device.type == "meta":
-            return x.new_empty(out_shape)
-        x = x if own is not None else x.new_empty(region_shape(held))
-        parts = take(x)
-        mine, parts[mine_at] = parts[mine_at], x.new_empty(0)
-        if async_op and me in wanting:
-            late = pending_parts(comm.all_to_all(parts, shapes, async_op=True))
-            mine = mine.clone(memory_format=torch.contiguous_format)
-            return unwaited(lambda: finish(late.wait(), mine), x, out_shape)
-        return finish(comm.all_to_all(parts, shapes), mine)
+                into[sender] = part
+    take, join, at = Take(out, region_shape(held)), Join(into, region_shape(wanted)), ranks.index(me)
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         if me not in wanting:
             return mine.new_zeros(out_shape)
-        got[mine_at] = mine
-        return mine.clone(memory_format=torch.contiguous_format) if join.single == mine_at else join(got)
+        got[at] = mine
+        return mine.clone(memory_format=torch.contiguous_format) if join.single == at else join(got)
+
+    move = exchange_others(comm, take, at, into, out_shape, finish)
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if x.device.type == "meta":
+            return x.new_empty(out_shape)
+        return move(x if own is not None else x.new_empty(region_shape(held)), async_op and me in wanting)
 
     return run

@@ -22,13 +22,13 @@ from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Partial
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import unwaited
-from dtensor.reshard_geometry import common, holdings, members, region_shape
+from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
 from dtensor.reshard_local import Join, Take
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.spec import Spec
 
-__all__ = ["pending_parts", "redistribute_local", "resolved", "run_reshard"]
+__all__ = ["exchange_others", "redistribute_local", "resolved", "run_reshard"]
 
 Run = Callable[[torch.Tensor, bool], torch.Tensor]
 """From the local tensor before a step to the one after; True asks for a result that may be unwaited."""
@@ -144,7 +144,7 @@ def _unwaited(result: torch.Tensor | Pending[torch.Tensor]) -> torch.Tensor:
     return result.tensor if isinstance(result, Pending) else result
 
 
-def pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
+def _pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
     """What a collective with `async_op` returned, as a `Pending`."""
     return result if isinstance(result, Pending) else Pending(result)
 
@@ -183,7 +183,7 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         if async_op:
-            pending = pending_parts(comm.all_gather(x, shapes, async_op=True))
+            pending = _pending_parts(comm.all_gather(x, shapes, async_op=True))
             return unwaited(lambda: join(pending.wait()), x, out_shape)
         return join(comm.all_gather(x, shapes))
 
@@ -195,35 +195,47 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+def _sides(
+    spec: Spec, step: Step, coord: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], Take, list[Region], tuple[int, ...]]:
+    """Who takes part; what goes to each; where in my result what comes from each lies; the shape of the result."""
+    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
+    group = list(members(spec, step.axes, coord))
+    take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
+    into = [common(holdings(spec, step.src, other), want)[1] for other in group]
+    return group, take, into, region_shape(want)
+
+
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     """My own part goes through the collective where that saves a copy: of what is sent, or of what has come."""
     comm = _comm(spec, step)
-    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
-    group = list(members(spec, step.axes, coord))
-    me = group.index(coord)
-    take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
-    into = [common(holdings(spec, step.src, other), want)[1] for other in group]
-    join = Join(into, region_shape(want))
-    out_shape = region_shape(want)
-    through = join.single is None and (take.in_order or join.in_order)
-    shapes: Sequence[tuple[int, ...]] = [
-        (0,) if i == me and not through else region_shape(part) for i, part in enumerate(into)
-    ]
-    if through:
-        return _exchange_all(comm, take, join, shapes, out_shape)
+    group, take, into, out_shape = _sides(spec, step, coord)
+    join, me = Join(into, out_shape), group.index(coord)
+    if join.single is None and (take.in_order or join.in_order):
+        return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape)
+
+    def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
+        got[me] = mine
+        return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
+
+    return exchange_others(comm, take, me, into, out_shape, finish)
+
+
+def exchange_others(
+    comm: Communicator, take: Take, me: int, into: Sequence[Region], out_shape: tuple[int, ...],
+    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
+) -> Run:  # fmt: skip
+    """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both."""
+    shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         parts = take(x)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
-            pending = pending_parts(comm.all_to_all(parts, shapes, async_op=True))
+            pending = _pending_parts(comm.all_to_all(parts, shapes, async_op=True))
             mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile
             return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
         return finish(comm.all_to_all(parts, shapes), mine)
-
-    def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
-        got[me] = mine
-        return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
     return run
 
@@ -237,7 +249,7 @@ def _exchange_all(
         if take.in_order:
             x = x.contiguous()
         if async_op:
-            pending = pending_parts(comm.all_to_all(take(x), shapes, async_op=True))
+            pending = _pending_parts(comm.all_to_all(take(x), shapes, async_op=True))
             return unwaited(lambda: join(pending.wait()), x, out_shape)
         return join(comm.all_to_all(take(x), shapes))
 
@@ -246,28 +258,14 @@ def _exchange_all(
 
 def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     """Positions that agree on the pending axes hold disjoint shards of one part; the parts are reduced here."""
-    comm, op = _comm(spec, step), _reduce_op(step)
+    op = _reduce_op(step)
     pending = [a for a in step.axes if isinstance(step.src[a], Partial) and step.src[a] is not step.dst[a]]
-    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
-    group = list(members(spec, step.axes, coord))
+    group, take, into, out_shape = _sides(spec, step, coord)
     me = group.index(coord)
-    take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
-    into = [common(holdings(spec, step.src, other), want)[1] for other in group]
     by_part: dict[tuple[int, ...], list[int]] = {}
     for i, other in enumerate(group):
         by_part.setdefault(tuple(other[a] for a in pending), []).append(i)
-    joins = [(some, Join([into[i] for i in some], region_shape(want))) for some in by_part.values()]
-    out_shape = region_shape(want)
-    shapes: Sequence[tuple[int, ...]] = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
-
-    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        parts = take(x)
-        mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
-        if async_op:
-            pending = pending_parts(comm.all_to_all(parts, shapes, async_op=True))
-            mine = mine.clone(memory_format=torch.contiguous_format)
-            return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
-        return finish(comm.all_to_all(parts, shapes), mine)
+    joins = [(some, Join([into[i] for i in some], out_shape)) for some in by_part.values()]
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
@@ -275,7 +273,7 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bo
             return mine.new_empty(out_shape)
         return reduce_tensors([join([got[i] for i in some]) for some, join in joins], op)
 
-    return run
+    return exchange_others(_comm(spec, step), take, me, into, out_shape, finish)
 
 
 _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {

@@ -153,7 +153,7 @@ def _plain_cost(space: Space, src: Layout, dst: Layout, pending: list[int]) -> f
                 some = tuple(a for a in axes if src[a] is kind)
                 nxt = scattered_to(space, cur, dst, some) if scatter else None
                 name = "reduce_scatter" if nxt is not None else "all_reduce"
-                nxt = nxt or tuple(_REPLICATE if a in some else p for a, p in enumerate(cur))
+                nxt = nxt or _replicated(cur, some)
                 cost += space.step(name, some, cur, nxt)[0]
                 cur = nxt
         costs.append(cost + move(space, cur, dst)[0])

@@ -24,9 +24,7 @@ def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bo
     over: set[int] = set()
     pure = True
     for n, s, t in zip(space.shape, space.cuts(src), space.cuts(dst)):
-        if s == t:
-            continue
-        if not s:
+        if s == t or not s:
             continue
         have, want = (space.digits(n, s), space.digits(n, t)) if t else (None, None)
         if have is not None and want is not None:
