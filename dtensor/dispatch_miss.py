@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
-from dtensor.decompositions import decomposed, is_composite
 from dtensor.dispatch import OpInfo, Plan
 from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, output_metas, plain_wrapper
 from dtensor.dispatch_functional import rewritten
@@ -60,6 +59,8 @@ def miss(
     rule = rule_of(info.entry, call)
     found = rule is not None
     if rule is None:
+        from dtensor.decompositions import decomposed, is_composite
+
         if is_composite(info.func):
             return in_composite(info.func, args, kwargs)
         if not is_of_torch(info.name):

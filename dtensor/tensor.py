@@ -25,7 +25,6 @@ from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_meshes import redistribute_between
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.strides import dense, in_order, stride_like
@@ -423,6 +422,8 @@ def _redistribute(
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)
     if mesh is not None and mesh != spec.mesh:
+        from dtensor.reshard_meshes import redistribute_between
+
         target = Spec.make(mesh, placed, spec.shape, contiguous_stride(spec.shape), spec.dtype)
         moved = redistribute_between(local, spec, target, async_op=async_op)
         return cast(DTensor, new(DTensor, moved.contiguous(), target, requires_grad=False))
