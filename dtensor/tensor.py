@@ -474,11 +474,11 @@ class _ToLocal(torch.autograd.Function):
 def _check_parts(spec: Spec, grads: tuple[Placement, ...], call: str) -> None:
     """The gradient's part has the local tensor's shape on every rank; ValueError, on all of them, otherwise."""
     other = spec.with_placements(grads)
-    if other.local_shape == spec.local_shape and math.prod(spec.mesh.shape) > 1024:
-        return  # too many ranks to look at all
-    for coord in itertools.product(*map(range, spec.mesh.shape)) if math.prod(spec.mesh.shape) <= 1024 else [None]:
-        mine = spec.local_shape if coord is None else spec.local_shape_of(coord)
-        its = other.local_shape if coord is None else other.local_shape_of(coord)
+    shapes = [(spec.local_shape, other.local_shape)]
+    if math.prod(spec.mesh.shape) <= 1024:  # else too many ranks to look at all
+        coords = itertools.product(*map(range, spec.mesh.shape))
+        shapes = [(spec.local_shape_of(c), other.local_shape_of(c)) for c in coords]
+    for mine, its in shapes:
         if mine != its:
             raise ValueError(
                 f"{call}: grad_placements={list(grads)} give the gradient of {spec} a part of {list(its)} where the "

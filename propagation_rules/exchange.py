@@ -40,9 +40,10 @@ from propagation_rules.exchange_plan import (
     places,
     places_of,
     plan,
+    row,
 )
 
-__all__ = ["Places", "Run", "backwards", "busiest", "cutting", "divides", "exchange", "places", "places_of"]
+__all__ = ["Places", "Run", "backwards", "busiest", "cutting", "divides", "exchange", "places", "places_of", "row"]
 
 
 # ------------------------------------------------------------ doing it

@@ -31,6 +31,7 @@ __all__ = [
     "places",
     "places_of",
     "plan",
+    "row",
 ]
 
 Places = tuple[tuple[Interval, ...], ...]
@@ -67,6 +68,11 @@ def backwards(runs: Sequence[Run]) -> tuple[Run, ...]:
 def cutting(spec: Spec, dim: int) -> tuple[int, ...]:
     """The mesh axes that cut `dim`."""
     return tuple(a for a, p in enumerate(spec.placements) if isinstance(p, (Shard, StridedShard)) and p.dim == dim)
+
+
+def row(spec: Spec, dim: int) -> int:
+    """Elements of the largest shard in one index of `dim`."""
+    return spec.local_numel_bound // max(spec.local_shape_of([0] * spec.mesh.ndim)[dim], 1)
 
 
 def divides(spec: Spec, dim: int, parts: int = 1) -> bool:

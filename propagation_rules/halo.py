@@ -21,33 +21,17 @@ import torch
 from dtensor.comm import Communicator
 from dtensor.kernel import KernelContext
 from dtensor.spec import Interval, Spec
+from propagation_rules.exchange import places
 
-__all__ = ["Halo", "span_of", "spans"]
+__all__ = ["Halo"]
 
 Span = tuple[int, int]
 """Rows [start, stop)."""
 
 
-def span_of(runs: Sequence[Interval]) -> Span:
+def _span_of(runs: Sequence[Interval]) -> Span:
     """The rows of a dim that was cut into contiguous pieces; (0, 0) for an empty piece."""
     return (runs[0][0], runs[-1][0] + runs[-1][1]) if runs else (0, 0)
-
-
-def spans(spec: Spec, dim: int, axes: Sequence[int]) -> list[Span]:
-    """The rows of `dim` that every position along `axes` (row-major) holds."""
-    coord = list(spec.mesh.coord or (0,) * spec.mesh.ndim)
-    out: list[Span] = []
-
-    def walk(at: int) -> None:
-        if at == len(axes):
-            out.append(span_of(spec.intervals_of(coord)[dim]))
-            return
-        for r in range(spec.mesh.shape[axes[at]]):
-            coord[axes[at]] = r
-            walk(at + 1)
-
-    walk(0)
-    return out
 
 
 def _common(a: Span, b: Span) -> Span:
@@ -74,9 +58,9 @@ class Halo:
     ) -> Halo:
         """For input `x` and output `y` cut on `dim` over `axes`; `reads` gives the rows that outputs [a, b) read."""
         comm = x.mesh.comm(tuple(axes))
-        made, whole = spans(y, dim, axes), (0, x.shape[dim])
+        made, whole = [_span_of(runs) for runs in places(y, dim)], (0, x.shape[dim])
         wanted = tuple(_common(reads(*s), whole) if s[0] < s[1] else (0, 0) for s in made)
-        return Halo(comm, dim, tuple(spans(x, dim, axes)), wanted, made[comm.rank])
+        return Halo(comm, dim, tuple(_span_of(runs) for runs in places(x, dim)), wanted, made[comm.rank])
 
     @property
     def rows(self) -> Span:

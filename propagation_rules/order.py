@@ -23,7 +23,7 @@ from dtensor.kernel import KernelContext
 from dtensor.placement import Replicate
 from dtensor.registry import Call, register
 from dtensor.reshard_run import redistribute_local
-from propagation_rules.exchange import cutting, places
+from propagation_rules.exchange import cutting, places, row
 from propagation_rules.gathered import as_bits, from_bits, output_spec
 from propagation_rules.reduce import reduced_rule
 
@@ -68,8 +68,7 @@ def _comparing(call: Call, rule: Rule, count: int) -> Rule:
     x, d = call.inputs[0], call.dim()
     if not x.ndim:
         return rule
-    rows = x.local_numel_bound // max(x.local_shape_of([0] * x.mesh.ndim)[d], 1)
-    sent = 2 * (count + 1) * rows * torch.int64.itemsize // x.dtype.itemsize
+    sent = 2 * (count + 1) * row(x, d) * torch.int64.itemsize // x.dtype.itemsize
     kernel = Kernel("candidates", frozenset({d}), ("replicate", "replicate"), _run, sent, 1, "all_gather")
     return replace(rule, kernels=(kernel,))
 

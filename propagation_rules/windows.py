@@ -17,9 +17,8 @@ import torch
 from dtensor.factors import Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from dtensor.spec import Spec
 from dtensor.strides import in_order
-from propagation_rules.exchange import Places, Run, cutting, exchange, places
+from propagation_rules.exchange import Places, Run, cutting, exchange, places, row
 from propagation_rules.exchange_rules import MOVES, exchanging
 from propagation_rules.gathered import output_spec
 from propagation_rules.labelled import every_dim, labelled, local_size
@@ -39,12 +38,7 @@ def unfold(call: Call) -> Rule:
     rule = labelled(call, [free], [[*free, None]], resized=(dim,), linear=MOVES)
     if size == 0:
         return rule
-    return replace(rule, kernels=exchanging(call, [dim], [size * _row(call.inputs[0], dim)], _run))
-
-
-def _row(spec: Spec, dim: int) -> int:
-    """Elements of the largest shard in one index of `dim`."""
-    return spec.local_numel_bound // max(spec.local_shape_of([0] * spec.mesh.ndim)[dim], 1)
+    return replace(rule, kernels=exchanging(call, [dim], [size * row(call.inputs[0], dim)], _run))
 
 
 def _run(ctx: KernelContext) -> torch.Tensor:
@@ -76,7 +70,7 @@ def unfold_backward(call: Call) -> Rule:
     dim, free, g = call["dim"] % n, every_dim(n), call.inputs[0]
     rule = labelled(call, [[*free, None]], [free], resized=(dim,), linear=(linear(0),))
     if g.shape[-1]:
-        rule = replace(rule, kernels=exchanging(call, [dim], [_row(g, dim)], _run_backward))
+        rule = replace(rule, kernels=exchanging(call, [dim], [row(g, dim)], _run_backward))
     return local_size("input_sizes", rule)
 
 
