@@ -19,7 +19,7 @@ from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
     "common_mesh", "flat", "is_dtensor", "layouts", "make_call", "map_args", "map_named", "output_metas",
-    "plain_wrapper", "put_back", "replicated_on",
+    "plain_wrapper", "put_back", "replicated_on", "some_elements",
 ]  # fmt: skip
 
 
@@ -51,6 +51,18 @@ def map_named(
     """Apply `f` to the name and the value of every argument."""
     names = (p.name for p in func._schema.arguments)
     return tuple(f(n, a) for n, a in zip(names, args, strict=False)), {n: f(n, a) for n, a in kwargs.items()}
+
+
+def some_elements(
+    func: Op, elements: Sequence[int], count: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a list op for some of its `count` elements."""
+    lists = frozenset(a.name for a in func._schema.arguments if str(a.type).startswith("List["))
+
+    def some(name: str, a: Any) -> Any:
+        return [a[i] for i in elements] if name in lists and isinstance(a, (list, tuple)) and len(a) == count else a
+
+    return map_named(some, func, args, kwargs)
 
 
 def plain_wrapper(local: torch.Tensor, spec: Spec) -> Any:

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, make_call, map_named, output_metas
+from dtensor.dispatch_call import flat, is_dtensor, make_call, output_metas, some_elements
 from dtensor.dispatch_functional import Execute, run_on_copies, with_kwargs
 from dtensor.dispatch_views import write_local
 from dtensor.dispatch_writes import functional_form
@@ -181,19 +181,10 @@ def in_parts(info: OpInfo, kwargs: dict[str, Any], lost: Sequence[int], count: i
     others read or write, one after the other.
     """
     form = functional_form(info.func) if info.written_at == (0,) else None
-    lists = frozenset(a.name for a in info.func._schema.arguments if str(a.type).startswith("List["))
     kept = [i for i in range(count) if i not in set(lost)]
 
-    def part(elements: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call on some of its elements."""
-
-        def some(name: str, a: Any) -> Any:
-            return [a[i] for i in elements] if name in lists and isinstance(a, (list, tuple)) and len(a) == count else a
-
-        return map_named(some, info.func, args, kwargs)
-
     def write(elements: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args, kwargs = part(elements, args, kwargs)
+        args, kwargs = some_elements(info.func, elements, count, args, kwargs)
         if form is None:
             run_on_copies(info, args, kwargs)
             return
@@ -206,7 +197,7 @@ def in_parts(info: OpInfo, kwargs: dict[str, Any], lost: Sequence[int], count: i
             if group[0] in lost:
                 write(group, args, kwargs)
             else:
-                hot.dispatch(info.func, *part(group, args, kwargs))
+                hot.dispatch(info.func, *some_elements(info.func, group, count, args, kwargs))
         return args[0] if info.func._schema.returns else None
 
     return with_kwargs(kwargs, run)

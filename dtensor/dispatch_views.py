@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, map_args, map_named, plain_wrapper, put_back
+from dtensor.dispatch_call import flat, is_dtensor, map_args, map_named, plain_wrapper, put_back, some_elements
 from dtensor.moved import MovedSpec, ViewCall, bind_replay, note_writes, settled_spec, version
 from dtensor.placement import Replicate
 from dtensor.strides import in_order
@@ -203,7 +203,7 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             _mark(info, result, args, kwargs)
         return result
     if info.kind == "foreach" and any(isinstance(a, (list, tuple)) and len(a) > 1 for a in targets):
-        return _one_by_one(info, args, kwargs, given)
+        return _one_by_one(info, args, kwargs)
     written: Written = []
 
     def convert(name: str, a: Any) -> Any:
@@ -249,17 +249,11 @@ def _mark(info: OpInfo, result: Any, args: tuple[Any, ...], kwargs: dict[str, An
             t._spec = MovedSpec.of(spec, t._local_tensor, args[0], call)
 
 
-def _one_by_one(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
+def _one_by_one(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A list op that writes views which may overlap: its elements in their order."""
-    lists = [p.name for p in info.func._schema.arguments if str(p.type).startswith("List[")]
     count = len(args[0])
     for i in range(count):
-        own = {
-            n: a[i : i + 1] if n in lists and isinstance(a, (list, tuple)) and len(a) == count else a
-            for n, a in given.items()
-        }
-        positional = tuple(own[p.name] for p in info.func._schema.arguments[: len(args)])
-        hot.dispatch(info.func, positional, {k: own[k] for k in kwargs})
+        hot.dispatch(info.func, *some_elements(info.func, [i], count, args, kwargs))
     return args[0] if info.func._schema.returns else None
 
 
