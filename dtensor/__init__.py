@@ -47,7 +47,7 @@ _unhide_packages()
 
 def __getattr__(name: str) -> object:
     """`dtensor.debug` and `dtensor.experimental` load when first asked for."""
-    if name in ("experimental"):
+    if name == "experimental":
         return importlib.import_module(f"dtensor.{name}")
     raise AttributeError(f"module 'dtensor' has no attribute {name!r}")
 
