@@ -12,8 +12,10 @@ from parallel.plan import parallelize_module
 from parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from parallel.sequence import SequenceParallel
 from parallel.style import ParallelStyle
+from parallel.undo import unparallelize_module
 
 __all__ = [
     "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
     "RowwiseParallel", "SequenceParallel", "input_reshard", "loss_parallel", "parallelize_module",
+    "unparallelize_module",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Column- and row-wise parallel Linear and Embedding.
+"""Column- and row-wise parallel Linear, Embedding and convolution.
 
 Over an axis of k ranks, y = x W^T + b with W of shape [out, in]:
 
@@ -6,16 +6,19 @@ Over an axis of k ranks, y = x W^T + b with W of shape [out, in]:
     Rowwise   W cut on in:  each rank computes a summand of y             x cut on the last dim, y reduced
 
 A Colwise layer hands over to a Rowwise one with no communication between them; plain tensors in between
-need not be even, because the Rowwise layer knows how many features it has in all.
+need not be even, because the Rowwise layer knows how many features it has in all. `parallel.kinds` says what the
+two words mean for other modules than Linear.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from parallel.kinds import Kind, kind_of
 from parallel.style import (
     ParallelStyle,
     check_fresh,
@@ -23,7 +26,6 @@ from parallel.style import (
     lay_out,
     on_input,
     on_output,
-    one_axis_mesh,
     relayout,
     wrap,
 )  # fmt: skip
@@ -32,132 +34,151 @@ __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
 class _WeightStyle(ParallelStyle):
-    """What the two styles share. `cuts[kind]` says which dim of each parameter is cut (None: replicated)."""
+    """What the two styles share: parameters cut as the module's kind says, input and output brought to a layout.
+
+    Attributes:
+        input_layouts, output_layouts: (placement,); an output of None is the style's own, which depends on the module.
+    """
 
     lays_out_parameters = True
-    cuts: ClassVar[dict[type[nn.Module], dict[str, int | None]]]
+    default_input: ClassVar[Placement]
 
-    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool) -> None:
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        weight_dims: tuple[int, int] | None = None,
+    ) -> None:
         call = type(self).__name__
-        self.input_layout = check_placement(call, "input_layouts", input_layout)
-        self.output_layout = check_placement(call, "output_layouts", output_layout)
+        given = None if input_layouts is None else check_placement(call, "input_layouts", input_layouts)
+        wanted = None if output_layouts is None else check_placement(call, "output_layouts", output_layouts)
+        self.input_layouts: tuple[Placement | None] = (given,)
+        self.output_layouts: tuple[Placement | None] = (wanted,)
         self.use_local_output = use_local_output
+        self.weight_dims = None if weight_dims is None else (weight_dims[0], weight_dims[1])
 
-    def _kind(self, module: nn.Module) -> type[nn.Module]:
-        for kind in self.cuts:
-            if isinstance(module, kind):
-                return kind
+    def _kind(self, module: nn.Module) -> Kind:
+        kind = kind_of(module, self.weight_dims)
+        if kind is not None:
+            return kind
+        if self.weight_dims is not None:
+            raise ValueError(
+                f"{type(self).__name__}: weight_dims={self.weight_dims} names the output and the input dim of a weight "
+                f"of two dims, which this {type(module).__name__} does not have\n  fix: (1, 0) for a weight [in, out]"
+            )
         raise NotImplementedError(
-            f"{type(self).__name__}: knows {' and '.join(k.__name__ for k in self.cuts)} only\n"
+            f"{type(self).__name__}: knows Linear and Embedding only, and convolutions\n"
             f"  got: {type(module).__name__}\n"
-            "  fix: name the Linear or Embedding inside it, or write a ParallelStyle of your own"
+            "  fix: name the Linear or Embedding inside it, pass weight_dims=(output dim, input dim) if it multiplies by "
+            "its `weight`, or write a ParallelStyle of your own"
         )
 
-    def _desired(self, kind: type[nn.Module]) -> Placement:
+    def _cuts(self, kind: Kind) -> Mapping[str, int]:
+        """Dim of each parameter that is cut."""
+        raise NotImplementedError
+
+    def _desired(self, kind: Kind, ranks: int) -> Placement:
         """Layout that the module's input must have."""
         raise NotImplementedError
 
+    def _given(self, kind: Kind) -> Placement:
+        """Layout of a plain input."""
+        return self.input_layouts[0] or Replicate()
+
+    def _wanted(self, kind: Kind) -> Placement:
+        """Layout of the output."""
+        return self.output_layouts[0] or Replicate()
+
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self._kind(module)
-        one_axis_mesh(self, device_mesh)
-        check_fresh(self, module)
+        check_fresh(self, module, device_mesh)
 
     def _layouts(self, module: nn.Module) -> dict[str, Placement]:
-        cuts = self.cuts[self._kind(module)]
+        cuts = self._cuts(self._kind(module))
         names = [n for n, _ in module.named_parameters(recurse=False)]
-        return {n: Replicate() if (d := cuts.get(n)) is None else Shard(d) for n in names}
+        return {n: Shard(cuts[n]) if n in cuts else Replicate() for n in names}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check(module, device_mesh)
-        mesh, kind = one_axis_mesh(self, device_mesh), self._kind(module)
-        features = module.in_features if isinstance(module, nn.Linear) else None
-        given, desired, out, local = self.input_layout, self._desired(kind), self.output_layout, self.use_local_output
+        lay_out(module, self.over(device_mesh), self._layouts(module), self.src_data_rank)
+        self._hook(module, device_mesh)
+        return module
+
+    def _hook(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        over, kind, local = self.over(device_mesh), self._kind(module), self.use_local_output
+        given, desired, out = self._given(kind), self._desired(kind, over.size), self._wanted(kind)
+        known = None if kind.inputs is None else (kind.dim, kind.inputs)
         call = f"{type(self).__name__} of {type(module).__name__}"
 
         def prepare(x: object) -> object:
-            return relayout(wrap(x, mesh, given, call, features), desired)
+            return relayout(wrap(x, over, given, call, known), over, desired, call)
 
         def finish(y: object) -> object:
             if not isinstance(y, DTensor):
                 raise TypeError(f"{call}: forward must return a DTensor, it returned {type(y).__name__}")
-            y = relayout(y, out)
+            y = relayout(y, over, out, call)
             return y.to_local() if local else y
 
-        lay_out(module, mesh, self._layouts(module), self.src_data_rank)
         on_input(module, prepare)
         on_output(module, finish)
-        return module
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layout!r}, output_layouts={self.output_layout!r}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        told = [f"input_layouts={p!r}" for p in self.input_layouts if p is not None]
+        told += [f"output_layouts={p!r}" for p in self.output_layouts if p is not None]
+        told += [] if self.use_local_output else ["use_local_output=False"]
+        told += [] if self.weight_dims is None else [f"weight_dims={self.weight_dims}"]
+        return f"{type(self).__name__}({', '.join(told)})"
 
 
 class ColwiseParallel(_WeightStyle):
-    """Cut a Linear's weight and bias on dim 0, or an Embedding's weight on dim 1.
+    """Cut a module's parameters along its output features: a Linear's weight and bias on dim 0, an Embedding's on 1.
 
     Args:
         input_layouts: layout of the input when it is a plain tensor; Replicate() by default. Whatever layout
-            the input has, it is brought to Replicate().
-        output_layouts: layout of the output; Shard(-1) by default, which is free.
+            the input has, it is brought to Replicate(). (A convolution with groups, if they divide by the number of
+            ranks, takes its channels cut: by default and by need.)
+        output_layouts: layout of the output; by default cut along its features, which is free: Shard(-1), or the
+            channels of a convolution.
         use_local_output: give back this rank's plain tensor instead of a DTensor.
+        weight_dims: (dim of the output features, dim of the input features) of `weight`, for a module that
+            multiplies by it but is no Linear; (1, 0) for a weight [in, out].
 
     Communication for (input S(1)) one all-gather, else none; backward: one all-reduce (a reduce-scatter
     for S(1)) when the input needs a gradient.
     """
 
-    cuts: ClassVar[dict[type[nn.Module], dict[str, int | None]]] = {
-        nn.Linear: {"weight": 0, "bias": 0},
-        nn.Embedding: {"weight": 1},
-    }
+    def _cuts(self, kind: Kind) -> Mapping[str, int]:
+        return kind.column
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            Replicate() if input_layouts is None else input_layouts,
-            Shard(-1) if output_layouts is None else output_layouts,
-            use_local_output,
-        )
+    def _desired(self, kind: Kind, ranks: int) -> Placement:
+        return Shard(kind.dim) if kind.groups > 1 and kind.groups % ranks == 0 else Replicate()
 
-    def _desired(self, kind: type[nn.Module]) -> Placement:
-        return Replicate()
+    def _wanted(self, kind: Kind) -> Placement:
+        return self.output_layouts[0] or Shard(kind.dim)
 
 
 class RowwiseParallel(_WeightStyle):
-    """Cut a Linear's weight on dim 1 (its bias is replicated), or an Embedding's weight on dim 0.
+    """Cut a module's weight along its input features (dim 1 of a Linear's); an Embedding's along its rows, dim 0.
+
+    A bias is replicated.
 
     Args:
-        input_layouts: layout of the input when it is a plain tensor; Shard(-1) by default. Whatever layout the
-            input has, it is brought to Shard(-1) for a Linear and to Replicate() for an Embedding.
+        input_layouts: layout of the input when it is a plain tensor; Shard(-1) by default (a convolution: its
+            channels). Whatever layout the input has, it is brought to that for a Linear and to Replicate() for an
+            Embedding.
         output_layouts: layout of the output; Replicate() by default: one all-reduce. Shard(d): one
             reduce-scatter.
         use_local_output: give back this rank's plain tensor instead of a DTensor.
+        weight_dims: as for ColwiseParallel.
     """
 
-    cuts: ClassVar[dict[type[nn.Module], dict[str, int | None]]] = {
-        nn.Linear: {"weight": 1, "bias": None},
-        nn.Embedding: {"weight": 0},
-    }
+    def _cuts(self, kind: Kind) -> Mapping[str, int]:
+        return kind.row
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            Shard(-1) if input_layouts is None else input_layouts,
-            Replicate() if output_layouts is None else output_layouts,
-            use_local_output,
-        )
+    def _desired(self, kind: Kind, ranks: int) -> Placement:
+        return Replicate() if kind.inputs is None else Shard(kind.dim)
 
-    def _desired(self, kind: type[nn.Module]) -> Placement:
-        return Replicate() if issubclass(kind, nn.Embedding) else Shard(-1)
+    def _given(self, kind: Kind) -> Placement:
+        return self.input_layouts[0] or Shard(kind.dim)

@@ -15,9 +15,11 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement
 from dtensor.device_mesh import as_mesh
+from parallel.axis import Others
 from parallel.style import ParallelStyle
+from parallel.undo import hook_ids, note_applied
 
-__all__ = ["parallelize_module"]
+__all__ = ["Plan", "find", "parallelize_module"]
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle]
 Step = tuple[str, nn.Module, ParallelStyle]
@@ -30,6 +32,8 @@ def parallelize_module(
     parallelize_plan: Plan | None = None,
     *,
     src_data_rank: int | None = 0,
+    axis: str | int | None = None,
+    others: Others = None,
 ) -> nn.Module:
     """Lay `module` out over `device_mesh` as `parallelize_plan` says, in place, and return it.
 
@@ -39,10 +43,15 @@ def parallelize_module(
             path may hold `*`, `?` and `[...]`, matched against the names of children; "" is `module` itself.
         src_data_rank: position on the mesh whose parameter values count; None: every rank cuts its own values
             and nothing is sent.
+        axis, others: for a mesh of several axes: the axis that the styles work on, by name or number, and how plain
+            tensors lie over the other ones: one placement, or a mapping from axes to placements. Parameters are
+            replicated over the other axes, and their gradients are reduced over them. Without `others` the module
+            takes DTensors only.
 
-    Raises, before anything is changed: ValueError for a path that names no module, a mesh of several axes, or a
-    shared parameter that would get two layouts; NotImplementedError for a style that does not know its module;
-    RuntimeError for a module that would be laid out twice; TypeError for a plan of another type.
+    Raises, before anything is changed: ValueError for a path that names no module, a mesh of several axes without
+    `axis`, a parameter that is a DTensor of another mesh, or a shared parameter that would get two layouts;
+    NotImplementedError for a style that does not know its module; RuntimeError for a module that would be laid out
+    twice; TypeError for a plan of another type.
 
     Example:
         >>> parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -52,14 +61,29 @@ def parallelize_module(
         warnings.warn("parallelize_module: parallelize_plan is None, so the module is left as it is", stacklevel=2)
         return module
     steps = list(_steps(module, parallelize_plan))
+    for _, _, style in steps:
+        style.src_data_rank, style.axis, style.others = src_data_rank, axis, others
     _check(steps, mesh)
     ties = _shared_parameters(module)
     _check_ties(module, steps, ties)
-    for _, target, style in steps:
-        style.src_data_rank = src_data_rank
-        style._apply(target, mesh)
+    for path, target, style in steps:
+        module = _apply(module, path, target, style, mesh)
     for tie in ties:
         _tie_again(tie)
+    return module
+
+
+def _apply(module: nn.Module, path: str, target: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
+    """Apply one style; where it gives another module back, that takes the target's place. Gives the root."""
+    before = hook_ids(target)
+    done = style._apply(target, mesh)
+    note_applied(target if done is None else done, style, before)
+    if done is None or done is target:
+        return module
+    if not path:
+        return done
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent).register_module(name, done)
     return module
 
 
@@ -78,21 +102,22 @@ def _steps(module: nn.Module, plan: Plan) -> Iterator[Step]:
             raise TypeError(
                 f"parallelize_module: the plan maps paths (str) to ParallelStyle objects, got {path!r}: {style!r}"
             )
-        found = list(_find(module, path.split(".") if path else [], ""))
+        found = list(find(module, path.split(".") if path else [], ""))
         if not found:
             raise ValueError(_no_match(module, path))
         for name, target in found:
             yield name, target, style
 
 
-def _find(module: nn.Module, tokens: list[str], at: str) -> Iterator[tuple[str, nn.Module]]:
+def find(module: nn.Module, tokens: list[str], at: str) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of every module that a path's parts name, below the one at `at`."""
     if not tokens:
         yield at, module
         return
     # _modules, not named_children: a module that sits under two names is found under both
     for name, child in module._modules.items():
         if child is not None and fnmatchcase(name, tokens[0]):
-            yield from _find(child, tokens[1:], f"{at}.{name}" if at else name)
+            yield from find(child, tokens[1:], f"{at}.{name}" if at else name)
 
 
 def _no_match(module: nn.Module, path: str) -> str:
@@ -144,7 +169,14 @@ def _check_ties(module: nn.Module, steps: list[Step], ties: list[Tie]) -> None:
         id(target): style._layouts(target) for _, target, style in steps if style.lays_out_parameters
     }
     names = {id(m): n for n, m in module.named_modules()}
+    alone = {id(target) for _, target, style in steps if not style.keeps_ties}
     for tie in ties:
+        if any(id(owner) in alone for owner, _ in tie):
+            raise ValueError(
+                f"parallelize_module: {names.get(id(tie[0][0]), '?')}.{tie[0][1]} is shared with another module, and the "
+                "plan would keep it in parts\n  rule: a shared parameter stays one; nothing was changed\n"
+                "  fix: parts of equal size, or another style for this module"
+            )
         layouts = [planned.get(id(owner), {}).get(name) for owner, name in tie]
         if len(set(layouts)) > 1 and not isinstance(getattr(*tie[0]), DTensor):
             raise ValueError(_untied(tie, layouts, names))

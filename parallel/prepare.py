@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, Placement
-from parallel.style import ParallelStyle, check_placement, one_axis_mesh, relayout, wrap
+from parallel.axis import StyleAxis
+from parallel.style import ParallelStyle, check_placement, relayout, wrap
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -38,7 +39,7 @@ def _same_length(call: str, a: str, b: str, left: Sequence[object] | None, right
 
 
 def _convert(
-    x: object, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool, call: str
+    x: object, over: StyleAxis, given: Placement | None, desired: Placement | None, local: bool, call: str
 ) -> object:
     """One value: laid out as `given`, brought to `desired`; untouched when `given` is None."""
     if given is None or x is None:
@@ -48,10 +49,17 @@ def _convert(
             f"{call}: a layout ({given}) was given for a value that is no tensor\n  got: {type(x).__name__}\n"
             "  fix: None in its place"
         )
-    dt = wrap(x, mesh, given, call)
+    dt = wrap(x, over, given, call)
     if desired is not None:
-        dt = relayout(dt, desired)
+        dt = relayout(dt, over, desired, call)
     return dt.to_local() if local else dt
+
+
+def _like(output: object, values: list[object]) -> object:
+    """`values` in a container of `output`'s kind: a list, a named tuple or a tuple."""
+    if isinstance(output, list):
+        return values
+    return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -91,10 +99,10 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        one_axis_mesh(self, device_mesh)
+        self.over(device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, local = one_axis_mesh(self, device_mesh), self.use_local_output
+        over, local = self.over(device_mesh), self.use_local_output
         call = f"PrepareModuleInput of {type(module).__name__}"
         given, desired = self.input_layouts, self.desired_input_layouts
         kwargs_given, kwargs_desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
@@ -109,9 +117,9 @@ class PrepareModuleInput(ParallelStyle):
                         "  rule: one layout for each positional input, None for one to leave alone\n"
                         "  fix: lengthen input_layouts, or use input_kwarg_layouts for inputs passed by name"
                     )
-                args = tuple(_convert(x, mesh, g, d, local, call) for x, g, d in zip(args, given, desired, strict=True))
+                args = tuple(_convert(x, over, g, d, local, call) for x, g, d in zip(args, given, desired, strict=True))
             named = {
-                n: _convert(x, mesh, kwargs_given.get(n), kwargs_desired.get(n), local, f"{call}, input {n!r}")
+                n: _convert(x, over, kwargs_given.get(n), kwargs_desired.get(n), local, f"{call}, input {n!r}")
                 for n, x in kwargs.items()
             }
             return args, named
@@ -150,22 +158,23 @@ class PrepareModuleOutput(ParallelStyle):
         _same_length(call, "output_layouts", "desired_output_layouts", self.output_layouts, self.desired_output_layouts)
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        one_axis_mesh(self, device_mesh)
+        self.over(device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh, local = one_axis_mesh(self, device_mesh), self.use_local_output
+        over, local = self.over(device_mesh), self.use_local_output
         call = f"PrepareModuleOutput of {type(module).__name__}"
         given, desired = self.output_layouts, self.desired_output_layouts
 
         def hook(_: nn.Module, args: tuple[object, ...], output: object) -> object:
-            outs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+            several = isinstance(output, (tuple, list))
+            outs: tuple[object, ...] = tuple(output) if isinstance(output, (tuple, list)) else (output,)
             if len(outs) != len(given):
                 raise ValueError(
                     f"{call}: forward returned {len(outs)} outputs for {len(given)} output_layouts\n"
                     "  rule: one layout for each output, None for one to leave alone"
                 )
-            done = [_convert(x, mesh, g, d, local, call) for x, g, d in zip(outs, given, desired, strict=True)]
-            return done[0] if len(done) == 1 and not isinstance(output, (tuple, list)) else tuple(done)
+            done = [_convert(x, over, g, d, local, call) for x, g, d in zip(outs, given, desired, strict=True)]
+            return _like(output, done) if several else done[0]
 
         module.register_forward_hook(hook)
         return module
@@ -206,11 +215,21 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        one_axis_mesh(self, device_mesh)
+        self.over(device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.prepare_module_input._apply(module, device_mesh)
-        return self.prepare_module_output._apply(module, device_mesh)
+        for part in (self.prepare_module_input, self.prepare_module_output):
+            part.axis, part.others = self.axis, self.others
+            part._apply(module, device_mesh)
+        return module
 
     def __repr__(self) -> str:
-        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"
+        given, back = self.prepare_module_input, self.prepare_module_output
+        return (
+            f"PrepareModuleInputOutput(input_layouts={given.input_layouts!r}, "
+            f"desired_input_layouts={given.desired_input_layouts!r}, "
+            f"input_kwarg_layouts={given.input_kwarg_layouts!r}, "
+            f"desired_input_kwarg_layouts={given.desired_input_kwarg_layouts!r}, "
+            f"use_local_input={given.use_local_output}, output_layouts={back.output_layouts!r}, "
+            f"desired_output_layouts={back.desired_output_layouts!r}, use_local_output={back.use_local_output})"
+        )

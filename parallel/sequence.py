@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module
-from parallel.style import ParallelStyle, check_fresh, on_input, on_output, one_axis_mesh, relayout, wrap
+from parallel.style import ParallelStyle, check_fresh, on_input, on_output, relayout, wrap
 
 __all__ = ["SequenceParallel"]
 
@@ -30,21 +30,20 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        one_axis_mesh(self, device_mesh)
-        check_fresh(self, module)
+        check_fresh(self, module, device_mesh)
 
     def _layouts(self, module: nn.Module) -> dict[str, Placement]:
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check(module, device_mesh)
-        mesh, layout, local = one_axis_mesh(self, device_mesh), self.sequence_sharding, self.use_local_output
+        over, layout, local = self.over(device_mesh), self.sequence_sharding, self.use_local_output
         call = f"SequenceParallel of {type(module).__name__}"
 
         def prepare(x: object) -> object:
             if not isinstance(x, torch.Tensor):
                 raise ValueError(f"{call}: expected a tensor or a DTensor as input, got {type(x).__name__}")
-            return relayout(wrap(x, mesh, layout, call), layout)
+            return relayout(wrap(x, over, layout, call), over, layout, call)
 
         def finish(y: object) -> object:
             return y.to_local() if local and isinstance(y, DTensor) else y
@@ -52,10 +51,10 @@ class SequenceParallel(ParallelStyle):
         def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for name, param in list(part.named_parameters(recurse=False)):
                 if not isinstance(param, DTensor):
-                    value = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+                    value = DTensor.from_local(param.detach(), mesh, over.parameter(Replicate()), run_check=False)
                     part.register_parameter(name, nn.Parameter(value, requires_grad=param.requires_grad))
 
-        distribute_module(module, mesh, partition)
+        distribute_module(module, over.mesh, partition)
         on_input(module, prepare)
         on_output(module, finish)
         return module

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from dtensor.device_mesh import as_mesh
 from dtensor.placement import StridedShard
 from dtensor.strides import stride_like
+from parallel.axis import Others, StyleAxis, style_axis
 
-__all__ = ["ParallelStyle", "check_placement", "lay_out", "one_axis_mesh", "on_input", "on_output", "relayout", "wrap"]
+__all__ = ["ParallelStyle", "check_fresh", "check_placement", "lay_out", "on_input", "on_output", "relayout", "wrap"]
 
 APPLIED = "_distribute_module_applied"
 """Attribute that marks a module whose parameters were laid out; `distribute_module` sets it."""
@@ -30,17 +30,29 @@ APPLIED = "_distribute_module_applied"
 class ParallelStyle(ABC):
     """How to lay out one module. Subclass it and write `_apply` to make a style of your own.
 
-    Attributes:
+    Attributes, set by `parallelize_module`:
         src_data_rank: rank (position on the mesh) whose parameter values count; None: each rank cuts its own,
-            without communication. Set by `parallelize_module`.
+            without communication.
+        axis, others: which axis of a mesh of several the style works on, and how plain tensors lie over the
+            other ones; `over(mesh)` puts them together.
     """
 
     src_data_rank: int | None = 0
+    axis: str | int | None = None
+    others: Others = None
     lays_out_parameters: ClassVar[bool] = False
+    keeps_ties: bool = True
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Lay `module` out in place over the 1-D `device_mesh` and return it."""
+        """Lay `module` out in place over `device_mesh` and return it, or the module to put in its place."""
+
+    def _undo(self, module: nn.Module) -> None:  # noqa: B027 - most styles change nothing else
+        """Take back what `_apply` did to `module` beside hooks, parameters and buffers, which are seen to anyway."""
+
+    def over(self, device_mesh: DeviceMesh) -> StyleAxis:
+        """The mesh axis to work on. ValueError where the mesh has several and none was named."""
+        return style_axis(self, device_mesh, self.axis, self.others)
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027 - a style may have no checks
         """Raise when this style cannot be applied to `module`; must change nothing."""
@@ -51,19 +63,6 @@ class ParallelStyle(ABC):
 
 
 # ------------------------------------------------------------ checks
-def one_axis_mesh(style: object, mesh: object) -> DeviceMesh:
-    """`mesh` as our DeviceMesh. ValueError unless it has one axis."""
-    ours = as_mesh(mesh)
-    if ours.ndim != 1:
-        names = ours.mesh_dim_names
-        pick = f'mesh["{names[-1]}"]' if names else 'name the axes and pass one of them, e.g. mesh["tp"]'
-        raise ValueError(
-            f"{type(style).__name__}: a style works over one mesh axis\n  got: {ours!r} with {ours.ndim} axes\n"
-            f"  fix: {pick}"
-        )
-    return ours
-
-
 def check_placement(call: str, name: str, value: object) -> Placement:
     """`value` when it is one placement; TypeError otherwise."""
     if isinstance(value, Placement):
@@ -71,77 +70,95 @@ def check_placement(call: str, name: str, value: object) -> Placement:
     raise TypeError(f"{call}: {name} must be one placement, got {value!r}; give e.g. Shard(0) or Replicate()")
 
 
-def check_fresh(style: ParallelStyle, module: nn.Module) -> None:
-    """RuntimeError when `module` was laid out before."""
+def check_fresh(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    """RuntimeError when `module` was laid out before, ValueError when a parameter is a DTensor of another mesh."""
+    mesh = style.over(device_mesh).mesh
     if getattr(module, APPLIED, False):
         raise RuntimeError(
             f"{type(style).__name__}: this {type(module).__name__} already has a parallel style "
             "(or went through distribute_module)\n  rule: a module is laid out once\n"
-            "  fix: name it once in the plan; a module that is used in two places is parallelized in one of them"
+            "  fix: name it once in the plan; a module that is used in two places is parallelized in one of them; "
+            "unparallelize_module(module) takes a plan off again"
         )
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor) and param.device_mesh != mesh:
+            raise ValueError(
+                f"{type(style).__name__}: {type(module).__name__}.{name} is a DTensor of another mesh already\n"
+                f"  got: {param.device_mesh!r}, asked for {mesh!r}\n"
+                "  fix: parallelize before anything else distributes the module, or unparallelize_module(module) first"
+            )
 
 
 # ------------------------------------------------------------ parameters
 def lay_out(
-    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None
+    module: nn.Module, over: StyleAxis, layouts: dict[str, Placement], src_data_rank: int | None
 ) -> nn.Module:
-    """Replace the parameters of `module`: those in `layouts` get that placement, all others are replicated."""
+    """Replace the parameters of `module`: those in `layouts` get that placement, all others are replicated.
+
+    A parameter that is a DTensor of the mesh already is brought to its layout.
+    """
 
     def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
         for name, param in list(part.named_parameters(recurse=False)):
-            placement = layouts.get(name, Replicate()) if part is module else Replicate()
-            value = distribute_tensor(param, mesh, [placement], src_data_rank=src_data_rank)
+            placed = over.parameter(layouts.get(name, Replicate()) if part is module else Replicate())
+            if isinstance(param, DTensor):
+                value = param.detach().redistribute(placements=placed)
+            else:
+                value = distribute_tensor(param, mesh, placed, src_data_rank=src_data_rank)
             part.register_parameter(name, nn.Parameter(value, requires_grad=param.requires_grad))
 
-    return distribute_module(module, mesh, partition)
+    return distribute_module(module, over.mesh, partition)
 
 
 # ------------------------------------------------------------ tensors
 def wrap(
-    x: object, mesh: DeviceMesh, layout: Placement, call: str, features: int | None = None
+    x: object, over: StyleAxis, layout: Placement, call: str, known: tuple[int, int] | None = None
 ) -> DTensor:
     """`x` as a DTensor: a DTensor is returned as it is, a plain tensor is taken as this rank's piece of `layout`.
 
-    features: global size of the last dim when it is known. A piece that is cut there then needs not be even.
-    Raises TypeError for something else, ValueError when the piece does not fit `features`.
+    known: (a dim counted from the end, its global size). A piece that is cut there then needs not be even.
+    Raises TypeError for something else, ValueError when the piece does not fit `known`.
     """
     if isinstance(x, DTensor):
         return x
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{call}: expected a tensor to lay out as {layout}, got {type(x).__name__}")
-    if features is None or not isinstance(layout, Shard) or x.ndim == 0 or layout.dim % x.ndim != x.ndim - 1:
-        return DTensor.from_local(x, mesh, [layout], run_check=False)
-    _check_piece(x, mesh, features, call)
-    shape = (*x.shape[:-1], features)
-    stride = stride_like(x, shape)
-    return DTensor.from_local(x, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
+    placed = over.piece(layout, call)
+    dim = x.ndim if known is None else x.ndim + known[0]
+    if known is None or not isinstance(layout, Shard) or dim < 0 or dim >= x.ndim or layout.dim % x.ndim != dim:
+        return DTensor.from_local(x, over.mesh, placed, run_check=False)
+    _check_piece(x.shape[dim], over, known, call)
+    shape = [known[1] if d == dim else over.extent(n, d, x.ndim) for d, n in enumerate(x.shape)]
+    stride = stride_like(x, tuple(shape))
+    return DTensor.from_local(x, over.mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check_piece(x: torch.Tensor, mesh: DeviceMesh, features: int, call: str) -> None:
-    if mesh.get_coordinate() is None:
+def _check_piece(size: int, over: StyleAxis, known: tuple[int, int], call: str) -> None:
+    k, r, (dim, features) = over.size, over.position, known
+    if r is None:
         return
-    k, r = mesh.size(), mesh.get_local_rank()
     chunk = -(-features // k)
     want = max(min(chunk, features - r * chunk), 0)
-    if x.shape[-1] == want:
+    if size == want:
         return
-    whole = " (the whole dim: pass input_layouts=Replicate())" if x.shape[-1] == features else ""
+    whole = " (the whole dim: pass input_layouts=Replicate())" if size == features else ""
     raise ValueError(
-        f"{call}: a plain input is taken as this rank's piece of the sharded last dim\n"
-        f"  got: last dim of {x.shape[-1]}{whole}\n"
+        f"{call}: a plain input is taken as this rank's piece of dim {dim}, which is cut\n"
+        f"  got: a size of {size} there{whole}\n"
         f"  rule: rank {r} of {k} holds {want} of the module's {features} input features\n"
         "  fix: pass the piece, a DTensor, or the input_layouts that the tensor really has"
     )
 
 
-def relayout(x: DTensor, layout: Placement) -> DTensor:
-    """`x` in `layout`; `x` itself when it has that layout (negative dims count from the end)."""
+def relayout(x: DTensor, over: StyleAxis, layout: Placement, call: str) -> DTensor:
+    """`x` in `layout` over the style's axis; `x` itself when it has that layout (negative dims count from the end)."""
     if isinstance(layout, (Shard, StridedShard)) and layout.dim < 0:
         d = layout.dim + x.ndim
         layout = Shard(d) if isinstance(layout, Shard) else StridedShard(d, split_factor=layout.split_factor)
-    if tuple(x.placements) == (layout,) and not isinstance(layout, Partial):
+    placed = over.moved(x, layout, call)
+    if tuple(x.placements) == tuple(placed) and not isinstance(layout, Partial):
         return x
-    return x.redistribute(placements=[layout])
+    return x.redistribute(placements=placed)
 
 
 # ------------------------------------------------------------ hooks
