@@ -18,16 +18,17 @@ from typing import ClassVar
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from parallel.axis import StyleAxis
 from parallel.kinds import Kind, kind_of
 from parallel.style import (
     ParallelStyle,
+    arranged,
     check_fresh,
     check_placement,
     lay_out,
     on_input,
     on_output,
     relayout,
-    wrap,
 )  # fmt: skip
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -71,8 +72,8 @@ class _WeightStyle(ParallelStyle):
         raise NotImplementedError(
             f"{type(self).__name__}: knows Linear and Embedding only, and convolutions\n"
             f"  got: {type(module).__name__}\n"
-            "  fix: name the Linear or Embedding inside it, pass weight_dims=(output dim, input dim) if it multiplies by "
-            "its `weight`, or write a ParallelStyle of your own"
+            "  fix: name the Linear or Embedding inside it, pass weight_dims=(output dim, input dim) if it "
+            "multiplies by its `weight`, or write a ParallelStyle of your own"
         )
 
     def _cuts(self, kind: Kind) -> Mapping[str, int]:
@@ -102,18 +103,23 @@ class _WeightStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check(module, device_mesh)
-        lay_out(module, self.over(device_mesh), self._layouts(module), self.src_data_rank)
-        self._hook(module, device_mesh)
+        over, kind = self.over(device_mesh), self._kind(module)
+        lay_out(module, over, self._layouts(module), self.src_data_rank)
+        self._prepare(module, over, kind)
+        self._finish(module, over, kind)
         return module
 
-    def _hook(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        over, kind, local = self.over(device_mesh), self._kind(module), self.use_local_output
-        given, desired, out = self._given(kind), self._desired(kind, over.size), self._wanted(kind)
+    def _prepare(self, module: nn.Module, over: StyleAxis, kind: Kind) -> None:
+        """The hook before forward."""
+        given, desired = self._given(kind), self._desired(kind, over.size)
         known = None if kind.inputs is None else (kind.dim, kind.inputs)
         call = f"{type(self).__name__} of {type(module).__name__}"
+        on_input(module, lambda x: arranged(x, over, given, desired, call, known))
 
-        def prepare(x: object) -> object:
-            return relayout(wrap(x, over, given, call, known), over, desired, call)
+    def _finish(self, module: nn.Module, over: StyleAxis, kind: Kind) -> None:
+        """The hook after forward."""
+        out, local = self._wanted(kind), self.use_local_output
+        call = f"{type(self).__name__} of {type(module).__name__}"
 
         def finish(y: object) -> object:
             if not isinstance(y, DTensor):
@@ -121,7 +127,6 @@ class _WeightStyle(ParallelStyle):
             y = relayout(y, over, out, call)
             return y.to_local() if local else y
 
-        on_input(module, prepare)
         on_output(module, finish)
 
     def __repr__(self) -> str:

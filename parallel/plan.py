@@ -16,8 +16,9 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Placement
 from dtensor.device_mesh import as_mesh
 from parallel.axis import Others
+from parallel.shared_input import share_inputs
 from parallel.style import ParallelStyle
-from parallel.undo import hook_ids, note_applied
+from parallel.undo import STYLES, hook_ids, note_applied
 
 __all__ = ["Plan", "find", "parallelize_module"]
 
@@ -70,6 +71,7 @@ def parallelize_module(
         module = _apply(module, path, target, style, mesh)
     for tie in ties:
         _tie_again(tie)
+    share_inputs(module, [part for part in module.modules() if STYLES in part.__dict__])
     return module
 
 
@@ -173,8 +175,8 @@ def _check_ties(module: nn.Module, steps: list[Step], ties: list[Tie]) -> None:
     for tie in ties:
         if any(id(owner) in alone for owner, _ in tie):
             raise ValueError(
-                f"parallelize_module: {names.get(id(tie[0][0]), '?')}.{tie[0][1]} is shared with another module, and the "
-                "plan would keep it in parts\n  rule: a shared parameter stays one; nothing was changed\n"
+                f"parallelize_module: {names.get(id(tie[0][0]), '?')}.{tie[0][1]} is shared with another module, and "
+                "the plan would keep it in parts\n  rule: a shared parameter stays one; nothing was changed\n"
                 "  fix: parts of equal size, or another style for this module"
             )
         layouts = [planned.get(id(owner), {}).get(name) for owner, name in tie]

@@ -14,7 +14,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, Placement
 from parallel.axis import StyleAxis
-from parallel.style import ParallelStyle, check_placement, relayout, wrap
+from parallel.style import ParallelStyle, arranged, check_placement, wrap
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -49,9 +49,7 @@ def _convert(
             f"{call}: a layout ({given}) was given for a value that is no tensor\n  got: {type(x).__name__}\n"
             "  fix: None in its place"
         )
-    dt = wrap(x, over, given, call)
-    if desired is not None:
-        dt = relayout(dt, over, desired, call)
+    dt = wrap(x, over, given, call) if desired is None else arranged(x, over, given, desired, call)
     return dt.to_local() if local else dt
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module
-from parallel.style import ParallelStyle, check_fresh, on_input, on_output, relayout, wrap
+from parallel.style import ParallelStyle, arranged, check_fresh, on_input, on_output
 
 __all__ = ["SequenceParallel"]
 
@@ -43,7 +43,7 @@ class SequenceParallel(ParallelStyle):
         def prepare(x: object) -> object:
             if not isinstance(x, torch.Tensor):
                 raise ValueError(f"{call}: expected a tensor or a DTensor as input, got {type(x).__name__}")
-            return relayout(wrap(x, over, layout, call), over, layout, call)
+            return arranged(x, over, layout, layout, call)
 
         def finish(y: object) -> object:
             return y.to_local() if local and isinstance(y, DTensor) else y

@@ -40,9 +40,6 @@ __all__ = ["LIMIT", "share_inputs", "shared"]
 LIMIT = 3
 """Inputs remembered at a time, the last ones used."""
 
-SHARES = "_shares_inputs"
-"""Attribute of a module that has the hooks of a scope."""
-
 Context = tuple[object, ...]
 
 
@@ -134,8 +131,7 @@ def share_inputs(root: nn.Module, styled: Iterable[nn.Module]) -> None:
     targets = {id(m) for m in styled}
     for module in root.modules():
         below = sum(id(m) in targets for m in module.modules() if m is not module)
-        if below >= 2 and not getattr(module, SHARES, False):
-            setattr(module, SHARES, True)
+        if below >= 2 and _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter, prepend=True)
             module.register_forward_hook(_leave, always_call=True)
 

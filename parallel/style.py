@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,12 @@ from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, d
 from dtensor.placement import StridedShard
 from dtensor.strides import stride_like
 from parallel.axis import Others, StyleAxis, style_axis
+from parallel.shared_input import shared
 
-__all__ = ["ParallelStyle", "check_fresh", "check_placement", "lay_out", "on_input", "on_output", "relayout", "wrap"]
+__all__ = [
+    "ParallelStyle", "arranged", "check_fresh", "check_placement", "lay_out", "on_input", "on_output", "relayout",
+    "wrap",
+]  # fmt: skip
 
 APPLIED = "_distribute_module_applied"
 """Attribute that marks a module whose parameters were laid out; `distribute_module` sets it."""
@@ -102,7 +106,7 @@ def lay_out(
         for name, param in list(part.named_parameters(recurse=False)):
             placed = over.parameter(layouts.get(name, Replicate()) if part is module else Replicate())
             if isinstance(param, DTensor):
-                value = param.detach().redistribute(placements=placed)
+                value = cast(DTensor, param.detach()).redistribute(placements=placed)
             else:
                 value = distribute_tensor(param, mesh, placed, src_data_rank=src_data_rank)
             part.register_parameter(name, nn.Parameter(value, requires_grad=param.requires_grad))
@@ -159,6 +163,14 @@ def relayout(x: DTensor, over: StyleAxis, layout: Placement, call: str) -> DTens
     if tuple(x.placements) == tuple(placed) and not isinstance(layout, Partial):
         return x
     return x.redistribute(placements=placed)
+
+
+def arranged(
+    x: object, over: StyleAxis, given: Placement, desired: Placement, call: str, known: tuple[int, int] | None = None
+) -> DTensor:
+    """An input, `wrap`ped as `given` and brought to `desired`: once for all modules of a scope that take it so."""
+    make = lambda: relayout(wrap(x, over, given, call, known), over, desired, call)  # noqa: E731
+    return shared(x, (over, given, desired, known), make)
 
 
 # ------------------------------------------------------------ hooks

@@ -16,15 +16,16 @@ from torch import nn
 from dtensor import DTensor
 from parallel.style import APPLIED, ParallelStyle
 
-__all__ = ["HookIds", "hook_ids", "note_applied", "unparallelize_module"]
+__all__ = ["STYLES", "HookIds", "hook_ids", "note_applied", "unparallelize_module"]
 
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_pre_hooks",
     "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-BESIDE = (
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+BESIDE = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
 ADDED, STYLES = "_parallel_hooks", "_parallel_styles"
 OURS = ("parallel", "dtensor")
 
@@ -93,10 +94,11 @@ def _plain_parameter(x: DTensor) -> nn.Parameter:
 def full(x: DTensor) -> torch.Tensor:
     """All elements of `x`, in memory of their own; on the meta device only the shape."""
     with torch.no_grad():
-        local = x.detach().to_local()
+        x = cast(DTensor, x.detach())
+        local = x.to_local()
         if local.is_meta:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        whole = x.detach().full_tensor()
+        whole = x.full_tensor()
         return whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole
 
 
@@ -108,6 +110,5 @@ def _remove_hooks(part: nn.Module) -> None:
             made_in = getattr(hook, "__module__", None) or ""
             if (kind, number) in added or made_in.partition(".")[0] in OURS:
                 del hooks[number]
-                for beside in BESIDE:
-                    if beside.startswith(kind) or (beside == "_forward_hooks_always_called" and kind == "_forward_hooks"):
-                        getattr(part, beside, {}).pop(number, None)
+                for beside in BESIDE.get(kind, ()):
+                    getattr(part, beside, {}).pop(number, None)
