@@ -8,6 +8,7 @@ from __future__ import annotations
 from loss import loss_parallel
 from parallel.input_reshard import input_reshard
 from parallel.linear import ColwiseParallel, RowwiseParallel
+from parallel.packed import PackedColwiseParallel
 from parallel.plan import parallelize_module
 from parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from parallel.sequence import SequenceParallel
@@ -15,7 +16,7 @@ from parallel.style import ParallelStyle
 from parallel.undo import unparallelize_module
 
 __all__ = [
-    "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
-    "RowwiseParallel", "SequenceParallel", "input_reshard", "loss_parallel", "parallelize_module",
-    "unparallelize_module",
+    "ColwiseParallel", "PackedColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
+    "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "input_reshard", "loss_parallel",
+    "parallelize_module", "unparallelize_module",
 ]  # fmt: skip
