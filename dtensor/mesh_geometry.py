@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from math import prod
 from typing import Any, Self, cast
@@ -23,17 +25,26 @@ BackendConfig = tuple[str | None, object]
 AxisRef = int | str
 
 
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, MeshGeometry] = weakref.WeakValueDictionary()
+
+
 class MeshGeometry:
-    """A grid of ranks as one of them sees it. `shape`, `ndim` and `coord` (None outside) are plain attributes."""
+    """A grid of ranks as one of them sees it. `shape`, `ndim` and `coord` (None outside) are plain attributes.
+
+    `graph_number` is how a compiled graph names this object.
+    """
 
     __slots__ = (
         "__weakref__", "_axes", "_comms", "_device_type", "_flattened", "_groups", "_hash", "_key", "_map", "_names",
-        "_overrides", "_position", "_rank", "_ready", "_root", "_slices", "_world", "coord", "ndim", "shape",
+        "_overrides", "_position", "_rank", "_ready", "_root", "_slices", "_world", "coord", "graph_number", "ndim",
+        "shape",
     )  # fmt: skip
 
     shape: tuple[int, ...]
     ndim: int
     coord: tuple[int, ...] | None
+    graph_number: int
 
     def _setup(
         self,
@@ -63,8 +74,15 @@ class MeshGeometry:
         self._hash: int | None = None
         self.shape = tuple(axis_size(a) for a in axes)
         self.ndim = len(axes)
+        self.graph_number = next(_numbers)
+        _by_number[self.graph_number] = self
         self._position = self._find_position()
         self.coord = None if self._position is None else tuple(axis_digit(a, self._position) for a in axes)
+
+    @staticmethod
+    def by_number(number: int) -> Any:
+        """The mesh of this `graph_number`. KeyError when it is no longer there."""
+        return _by_number[number]
 
     def _find_position(self) -> int | None:
         """Where this rank stands in the rank map."""

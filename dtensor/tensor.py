@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from dtensor import compiled as _compiled
 from dtensor import composites as _composites  # noqa: F401 - registers its functions
 from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
@@ -31,6 +32,7 @@ from dtensor.strides import dense, in_order, stride_like
 
 __all__ = ["DTensor"]
 
+_compiling = torch.compiler.is_dynamo_compiling
 _native_new: Callable[..., Any] | None = getattr(torch.Tensor, "_dtensor__new__", None)
 
 
@@ -123,6 +125,8 @@ class DTensor(torch.Tensor):
                 this rank another part than local_tensor.
             ValueError, IndexError, TypeError: bad placements.
         """
+        if _compiling() and isinstance(device_mesh, DeviceMesh) and not run_check:
+            return _compiled.from_local(local_tensor, device_mesh, placements, shape, stride, grad_placements)
         if isinstance(local_tensor, DTensor):
             raise RuntimeError("from_local: got a DTensor; it is distributed already, use redistribute()")
         if not isinstance(local_tensor, torch.Tensor):
@@ -158,6 +162,8 @@ class DTensor(torch.Tensor):
         `grad_placements` is the layout of the gradient that will come back for the local tensors; default:
         the tensor's own, Partial as Replicate.
         """
+        if _compiling():
+            return _compiled.to_local(self, grad_placements)
         if not torch.is_grad_enabled() or not self.requires_grad:
             settled_spec(self, "to_local")
             return self._local_tensor
@@ -191,6 +197,8 @@ class DTensor(torch.Tensor):
             MeshError: another mesh of another device type.
             ValueError, IndexError, TypeError: bad placements.
         """
+        if _compiling() and (device_mesh is None or isinstance(device_mesh, DeviceMesh)):
+            return _compiled.redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
         own = self._spec.mesh
         mesh = own if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
@@ -213,6 +221,8 @@ class DTensor(torch.Tensor):
         `grad_placements`: layout of the gradient that will come back; default: replicated, that is, the
         gradient is taken to be the same on all ranks.
         """
+        if _compiling():
+            return _compiled.full_tensor(self, grad_placements)
         whole = self.redistribute(placements=(Replicate(),) * self._spec.mesh.ndim)
         return _waited(whole.to_local(grad_placements=grad_placements))
 
@@ -285,19 +295,18 @@ class DTensor(torch.Tensor):
         return self.shape[0]
 
     # ------------------------------------------------------------ protocols
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        spec = settled_spec(self, "__tensor_flatten__")
-        return ["_local_tensor", "device_mesh"], (
-            spec.placements, spec.tensor_meta, None, self.requires_grad,
-        )  # fmt: skip
+    def __tensor_flatten__(self) -> tuple[list[str], Spec]:
+        return ["_local_tensor"], settled_spec(self, "__tensor_flatten__")
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Any], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+        inner: dict[str, Any], spec: Spec, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> DTensor:
-        placements, meta, _, requires_grad = context
-        spec = Spec.make(as_mesh(inner["device_mesh"]), placements, outer_size, outer_stride, meta.dtype)
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        shape, stride = tuple(map(int, outer_size)), tuple(map(int, outer_stride))
+        return cast(
+            DTensor,
+            new(DTensor, inner["_local_tensor"], spec.with_meta(shape, stride, spec.dtype), requires_grad=False),
+        )
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         if not self._spec.has_partial():
@@ -306,8 +315,8 @@ class DTensor(torch.Tensor):
             placements=[Replicate() if isinstance(p, Partial) else p for p in self._spec.placements]
         )
 
-    def __coerce_same_metadata_as_tangent__(self, context: tuple[Any, ...], expected_type: type | None = None) -> Any:
-        return None if expected_type is not None else self.redistribute(placements=context[0])
+    def __coerce_same_metadata_as_tangent__(self, context: Spec, expected_type: type | None = None) -> Any:
+        return None if expected_type is not None else self.redistribute(placements=context.placements)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec = settled_spec(self, "pickle")
@@ -347,6 +356,7 @@ class DTensor(torch.Tensor):
 
 _run = _dispatch.dispatch
 _dispatch.bind(DTensor, new)
+_compiled.bind(DTensor)
 _get_item = torch.Tensor.__getitem__
 _set_item = torch.Tensor.__setitem__
 _get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]

@@ -1,0 +1,139 @@
+"""`torch.compile` on functions of DTensors: one graph, the numbers of one device, never a stale layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from torch.testing import assert_close
+
+import dtensor
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+
+def compiled(fn: Callable[..., Any], backend: str = "aot_eager") -> Callable[..., Any]:
+    torch._dynamo.reset()
+    made: Callable[..., Any] = torch.compile(fn, backend=backend, fullgraph=True)
+    return made
+
+
+def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ up) @ down
+
+
+def case_one_graph(rank: int, world: int) -> None:
+    """All four calls are in one graph, values and gradients are those of one device."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def step(local: torch.Tensor, up: DTensor, down: DTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = DTensor.from_local(local, mesh, [Shard(0), Replicate()])
+        y = mlp(x, up, down)
+        if y.placements[1].is_partial():
+            y = y.redistribute(mesh, [Shard(0), Replicate()])
+        part = y.to_local() * (mesh.get_local_rank("dp") + 1)
+        return part.sum(), y.full_tensor().square().sum()
+
+    torch.manual_seed(1)
+    x, up, down = torch.randn(4, 5), torch.randn(5, 6), torch.randn(6, 3)
+    ups = distribute_tensor(up, mesh, [Replicate(), Shard(1)]).requires_grad_()
+    downs = distribute_tensor(down, mesh, [Replicate(), Shard(0)]).requires_grad_()
+    first, second = compiled(step)(x.chunk(2)[mesh.get_local_rank("dp")], ups, downs)
+    (first + second).backward()
+    ref = [up.requires_grad_(), down.requires_grad_()]
+    out = mlp(x, *ref)
+    weights = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None]
+    assert_close(second, out.square().sum())
+    ((out * weights).sum() + out.square().sum()).backward()
+    for mine, its in zip((ups, downs), ref, strict=True):
+        assert mine.grad is not None and its.grad is not None
+        assert_close(mine.grad.full_tensor(), its.grad)
+
+
+def case_layouts(rank: int, world: int) -> None:
+    """Another layout, shape or grad mode is another graph; uneven, pending and replicated inputs."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    run = compiled(lambda x, w: (x @ w).relu())
+    uneven, pending = [Shard(0), Shard(1)], [Replicate(), Partial()]
+    for rows, layout in ((7, uneven), (7, pending), (7, uneven), (3, uneven)):
+        torch.manual_seed(rows)
+        plain, weight = torch.randn(rows, 6), torch.randn(6, 5)
+        x, w = distribute_tensor(plain, mesh, layout), distribute_tensor(weight, mesh, [Replicate(), Replicate()])
+        got, eager = run(x, w), (x @ w).relu()
+        assert got.placements == eager.placements and got.shape == eager.shape
+        assert_close(got.full_tensor(), (plain @ weight).relu())
+
+
+def case_writes(rank: int, world: int) -> None:
+    """What a compiled function writes into a DTensor is there afterwards."""
+    mesh = init_device_mesh("cpu", (4,))
+
+    def step(x: DTensor, y: DTensor) -> DTensor:
+        x.mul_(2).add_(y)
+        return x.sum(0)
+
+    plain = torch.arange(10.0).view(5, 2)
+    x, y = distribute_tensor(plain, mesh, [Shard(0)]), distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    total = compiled(step)(x, y)
+    assert_close(x.full_tensor(), plain * 2 + 1)
+    assert_close(total.full_tensor(), (plain * 2 + 1).sum(0))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_on_processes() -> None:
+    run_ranks(4, [case_one_graph, case_layouts, case_writes], timeout=120).check()
+
+
+def start_fake_world() -> dtensor.DeviceMesh:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    return init_device_mesh("cpu", (4,))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_does_what_eager_does() -> None:
+    """Forward and backward, collectives and uneven shards included, on one rank of a world that does not exist."""
+    mesh = start_fake_world()
+
+    def step(x: DTensor, w: DTensor) -> DTensor:
+        return (x @ w).sin().redistribute(mesh, [Replicate()])
+
+    plain, weight = torch.randn(5, 4), torch.randn(4, 6)
+    found = []
+    for run in (step, compiled(step, "inductor")):
+        x = distribute_tensor(plain, mesh, [Replicate()], src_data_rank=None)
+        w = distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+        out = run(x, w)
+        out.square().sum().backward()
+        assert isinstance(w.grad, DTensor)
+        found.append((out.to_local(), w.grad.to_local()))
+    assert_close(found[1], found[0])
+
+
+def test_collectives_are_functional_and_by_name() -> None:
+    """A graph holds functional collectives by the name of their group, and a layout that changes makes another."""
+    mesh = start_fake_world()
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: (x + x).sum(0), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    full = torch.compile(lambda x: x.full_tensor(), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    for layout, count in ((Shard(0), 1), (Shard(1), 2), (Shard(0), 2)):
+        run(distribute_tensor(torch.randn(8, 4), mesh, [layout], src_data_rank=None))
+        assert len(graphs) == count
+    full(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
+    group = mesh.get_group().group_name
+    assert "_c10d_functional.all_gather_into_tensor" in graphs[-1] and f"'{group}'" in graphs[-1]
