@@ -16,6 +16,7 @@ from torch import nn
 from dtensor import DTensor, Placement, Replicate, Shard
 from dtensor.strides import stride_like
 from parallel.axis import StyleAxis
+from parallel.undo import full
 
 __all__ = ["keep_parts", "put_together", "running_order", "split_output"]
 
@@ -71,8 +72,6 @@ def split_output(y: DTensor, sizes: Sequence[int], over: StyleAxis, dim: int) ->
 
 def _cat(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The parts, DTensors or not, as one whole plain tensor."""
-    from parallel.undo import full
-
     return torch.cat([full(p) if isinstance(p, DTensor) else p for p in parts], dim)
 
 

@@ -42,7 +42,7 @@ def test_convolutions_by_output_then_input_channels(
     """Handed over as plain tensors, with one all-reduce each way, as for Linear."""
 
     def f(mesh: DeviceMesh) -> None:
-        ref = pair(make)
+        ref = pair(make).double()
         net = parallelize_module(copy.deepcopy(ref), mesh, PLAN)
         x, y = (rand(*shape).double().requires_grad_() for _ in range(2))
         with CommDebugMode() as forward:
