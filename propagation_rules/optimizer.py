@@ -1,10 +1,7 @@
-"""Optimizers: fused steps, loss scaling, and gradients that are still pending when a step begins.
+"""Optimizers: fused steps and loss scaling.
 
 For-loop and foreach forms are made of pointwise ops, which have rules; each would bring a pending gradient into
-its parameter's layout anew (AdamW reads a gradient three times). So before a step of any optimizer the pending
-gradients are settled: all of one layout in one collective, and `param.grad` is the settled one afterwards.
-
-    w1, w2: f32[8,8], f32[8] on ("tp",)        grads {P:tp}, {P:tp}       one all-reduce of 72 elements
+its parameter's layout anew, so before a step of any optimizer what is pending is settled (`pending_gradients`).
 
 The fused ops take whole lists, so they have no rules but handlers: whatever a step writes must be laid out like
 the parameter, gradients are brought there, and the op runs once on the local tensors. Parameters of several
@@ -13,7 +10,7 @@ meshes, and plain ones, may stand in one list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,72 +21,15 @@ from dtensor.dispatch import special
 from dtensor.dispatch_views import Written, carry_back, settled, writable
 from dtensor.errors import LayoutError, explain_error
 from dtensor.moved import note_writes
-from dtensor.placement import Partial, Placement, Replicate
+from dtensor.placement import Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
-
-BUCKET = 1 << 24
-"""Elements that are settled in one collective, at most (a larger gradient by itself)."""
-
-Key = tuple[object, tuple[Placement, ...], torch.dtype]
-
-
-# ------------------------------------------------------------ settling pending gradients
-def settle_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Replace pending gradients of DTensors by their sums, replicated on those axes; other axes stay as they are."""
-    waiting: dict[Key, list[DTensor]] = {}
-    for p in parameters:
-        g = p.grad
-        if type(g) is DTensor and isinstance(p, DTensor) and g._spec.has_partial():
-            waiting.setdefault((g.device_mesh, g.placements, g.dtype), []).append(p)
-    with torch.no_grad():
-        for owners in waiting.values():
-            for bucket in _buckets(owners):
-                _settle(bucket)
-
-
-def _buckets(owners: Sequence[DTensor]) -> Iterator[list[DTensor]]:
-    """The parameters in order, in runs whose gradients have at most `BUCKET` local elements on any rank."""
-    bucket: list[DTensor] = []
-    total = 0
-    for p in owners:
-        assert isinstance(p.grad, DTensor)
-        n = p.grad._spec.local_numel_bound
-        if bucket and total + n > BUCKET:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append(p)
-        total += n
-    if bucket:
-        yield bucket
-
-
-def _settle(owners: Sequence[DTensor]) -> None:
-    grads = [p.grad for p in owners]
-    specs = [g._spec for g in grads if isinstance(g, DTensor)]
-    mesh, placements = specs[0].mesh, specs[0].placements
-    target = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
-    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    if len(specs) == 1 or ops != {"sum"} or mesh.coord is None:
-        for p, g in zip(owners, grads, strict=True):
-            assert isinstance(g, DTensor)
-            p.grad = g.redistribute(placements=target)
-        return
-    axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Partial) and mesh.shape[a] > 1)
-    locals_ = [g._local_tensor for g in grads if isinstance(g, DTensor)]
-    flat = torch.cat([t.reshape(-1) for t in locals_])
-    if axes:
-        flat = mesh.comm(axes if len(axes) > 1 else axes[0]).all_reduce(flat, "sum")
-    for p, t, spec, part in zip(owners, locals_, specs, torch.split(flat, [t.numel() for t in locals_]), strict=True):
-        # A part of its own storage and strides: the optimizer may keep or write it.
-        own = torch.empty_like(t).copy_(part.view(t.shape))
-        p.grad = DTensor(own, spec.with_placements(target), requires_grad=False)
+from propagation_rules.pending_gradients import settle, settle_gradients
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        settle_gradients(group["params"])
+    settle_gradients(p for group in optimizer.param_groups for p in group["params"])
     if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in optimizer._params):
         vars(optimizer).update(_gather_flat_grad=partial(_as_vector, optimizer), _add_grad=partial(_along, optimizer))
 
@@ -215,16 +155,8 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     written: Written = []
     grads = [writable(g, str(op), written) for g in named["self"]]
     found, scale = named["found_inf"], named["inv_scale"]
-    meshes = []
-    for g in grads:
-        if not isinstance(g, DTensor):
-            continue
-        spec = g._spec
-        if spec.has_partial():
-            target = spec.with_placements(tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements))
-            g._local_tensor, g._spec = redistribute_local(g._local_tensor, spec, target), target
-        if spec.mesh not in meshes:
-            meshes.append(spec.mesh)
+    settle(grads, tracked=True)
+    meshes = list({id(g._spec.mesh): g._spec.mesh for g in grads if isinstance(g, DTensor)}.values())
     local = found._local_tensor if isinstance(found, DTensor) else found
     op([g._local_tensor if isinstance(g, DTensor) else g for g in grads], local, _local(scale))
     note_writes(grads)

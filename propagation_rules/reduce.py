@@ -22,6 +22,7 @@ import torch
 
 from dtensor.factors import Bind, Dims, Kernel, Linear, Rule
 from dtensor.kernel import KernelContext
+from dtensor.placement import Shard, StridedShard
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
 from propagation_rules.dtypes import accumulation_dtype, cast_passes, is_exact
@@ -154,11 +155,23 @@ def mean(call: Call) -> Rule:
 
 
 # ------------------------------------------------------------ norms
+FEW = 1 << 12
+"""Elements of a pending tensor that is small enough to be reduced before its norm is taken."""
+
+
 def vector_norm(call: Call) -> Rule:
-    """The reduction depends on the order: P(norm<p>), or what stands for it at 0 and the infinities."""
+    """The reduction depends on the order: P(norm<p>), or what stands for it at 0 and the infinities.
+
+    The norm of a few pending numbers, such as the total of the norms of many gradients, is taken after their
+    reduction: it costs the same, and the result can be used many times.
+    """
     p = _order(call)
     rule = reduced_rule(call)
     every = range(len(rule.sizes))
+    spec, out = call.inputs[0], call.outputs[0]
+    if out is not None and math.prod(out.shape) == 1 and spec.numel <= FEW and spec.has_partial():
+        if not any(isinstance(q, (Shard, StridedShard)) for q in spec.placements):
+            return replace(rule, whole=frozenset(every))
     if math.isinf(p):
         rule = replace(rule, reduce=dict.fromkeys(every, "max" if p > 0 else "min"))
         if is_list_op(call):

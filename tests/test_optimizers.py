@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,115 @@ def test_clip_grad_norm(order: float, foreach: bool) -> None:
         for p, w in zip(params, plain, strict=True):
             assert isinstance(p.grad, DTensor) and w.grad is not None
             torch.testing.assert_close(p.grad.full_tensor(), w.grad, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+def _pending(mesh: DeviceMesh, grads: list[torch.Tensor]) -> list[nn.Parameter]:
+    """Replicated parameters with pending gradients, but for the first, which is cut."""
+    layouts: list[list[Placement]] = [[Shard(0)], *[[Replicate()]] * (len(grads) - 1)]
+    params = [nn.Parameter(make(torch.zeros_like(g), mesh, p)) for g, p in zip(grads, layouts, strict=True)]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = make(g, mesh, [Partial() if p.placements == (Replicate(),) else Shard(0)])
+    return params
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_clipping_settles_pending_gradients_once(order: float, finite: bool, foreach: bool | None) -> None:
+    """Two collectives, one for all gradients and one for the total norm, and none in the step that follows."""
+    grads = _params(3)
+    plain = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(plain, grads, strict=True):
+        p.grad = g.clone()
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=0.7, norm_type=order, error_if_nonfinite=finite, foreach=foreach)
+    want = clip(plain)
+    torch.optim.AdamW(plain, lr=0.1).step()
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        params = _pending(mesh, grads)
+        held = params[1].grad
+        totals: list[Any] = []
+        assert _sent(lambda: totals.append(clip(params))) == ["all_reduce", "all_reduce"]
+        assert _sent(lambda: totals.append(totals[0].to_local())) == []
+        torch.testing.assert_close(totals[1], want)
+        optimizer = torch.optim.AdamW(params, lr=0.1, foreach=foreach)
+        assert _sent(optimizer.step) == [] and params[1].grad is held
+        for p, w in zip(params, plain, strict=True):
+            assert isinstance(p.grad, DTensor) and w.grad is not None and p.grad.placements == p.placements
+            torch.testing.assert_close(p.grad.full_tensor(), w.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(p.full_tensor(), w.data, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_clipping_by_value_settles_pending_gradients_once(foreach: bool | None) -> None:
+    grads = _params(3)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        params = _pending(mesh, grads)
+        assert _sent(lambda: nn.utils.clip_grad_value_(params, 0.5, foreach=foreach)) == ["all_reduce"]
+        assert _sent(torch.optim.SGD(params, lr=1.0).step) == []
+        for p, g in zip(params, grads, strict=True):
+            torch.testing.assert_close(p.full_tensor(), -g.clamp(-0.5, 0.5))
+
+    simulate(4)(run)
+
+
+def test_total_norm_and_clipping_by_it_settle_once() -> None:
+    grads = _params(3)
+    want = torch.stack([g.norm() for g in grads]).norm()
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        params = _pending(mesh, grads)
+        totals: list[Any] = []
+        total = lambda: totals.append(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))  # noqa: E731
+        assert _sent(total) == ["all_reduce", "all_reduce"]
+        assert _sent(lambda: nn.utils.clip_grads_with_norm_(params, 0.5, totals[0])) == []
+        assert _sent(torch.optim.SGD(params, lr=1.0).step) == []
+        for p, g in zip(params, grads, strict=True):
+            torch.testing.assert_close(p.full_tensor(), -g * 0.5 / (want + 1e-6))
+
+    simulate(4)(run)
+
+
+def test_settling_on_several_axes() -> None:
+    """What is pending alike travels together, whatever the other axes do; averages are sums over a count."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        P, R, S0 = Partial(), Replicate(), Shard(0)
+        layouts = [[P, R], [P, S0], [P, Shard(1)], [P, P], [Partial("avg"), P], [P, P], [R, Partial("max")], [R, S0]]
+        values = [rand(5, 3, seed=i, dtype=torch.float32) for i in range(len(layouts))]
+        params = [nn.Parameter(make(torch.zeros(5, 3), mesh, [q if q == S0 else R for q in p])) for p in layouts]
+        for p, v, layout in zip(params, values, layouts, strict=True):
+            p.grad = make(v, mesh, layout)
+        assert len(_sent(torch.optim.SGD(params[:6], lr=1.0).step)) == 3 + 1  # [P, S(1)] then moves to its parameter
+        torch.optim.SGD(params[6:], lr=1.0).step()
+        for p, v in zip(params, values, strict=True):
+            torch.testing.assert_close(p.full_tensor(), -v)
+
+    simulate(4)(run)
+
+
+def test_a_gradient_with_a_graph_keeps_it() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        w = nn.Parameter(make(rand(4, 3), mesh, [Replicate()]))
+        x = make(rand(8, 4, seed=1), mesh, [Shard(0)])
+        (grad,) = torch.autograd.grad((x @ w).pow(3).sum(), w, create_graph=True)
+        assert isinstance(grad, DTensor) and grad.requires_grad and grad.placements == (Partial(),)
+        w.grad = grad
+        total = nn.utils.get_total_norm([grad])
+        assert grad.placements == (Partial(),) and isinstance(total, DTensor)
+        torch.testing.assert_close(total.full_tensor(), grad.detach().full_tensor().norm())
+        torch.optim.SGD([w], lr=0.1).step()
+        assert grad.placements == (Partial(),) and grad.grad_fn is not None
 
     simulate(4)(run)
 
