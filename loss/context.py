@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
+from propagation_rules.loss import accumulation_dtype
 
 __all__ = ["loss_parallel"]
 
@@ -65,18 +66,21 @@ def _cross_entropy(
     input: DTensor, target: object, weight: object = None, size_average: bool | None = None,
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    from loss.cross_entropy import cross_entropy
+    from loss.cross_entropy import cross_entropy, totals_of
 
     reduction = _reduction(size_average, reduce, reduction)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"cross_entropy: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     logits, axis = _settled("cross_entropy", input)
     goal = _check_target("cross_entropy", logits, axis, target)
-    there = _laid_out("cross_entropy", cast(torch.Tensor, target), logits, goal)
-    loss = cross_entropy(
-        logits, there, _replicated("cross_entropy", weight, logits), reduction, ignore_index, label_smoothing
-    )
-    return loss
+    given, scale = _distributed("cross_entropy", target, logits), _replicated("cross_entropy", weight, logits)
+    there = _moved(given, goal)
+    totals = None
+    if there is not given and there.ndim < logits.ndim and all(isinstance(p, Replicate) for p in given.placements):
+        # all targets are here: what they weigh together need not be summed over the ranks
+        acc = accumulation_dtype(logits.dtype)
+        totals = totals_of(given, scale, logits.shape[_class_dim(logits)], acc, ignore_index)
+    return cross_entropy(logits, there, scale, reduction, ignore_index, label_smoothing, totals)
 
 
 def _nll_loss(
@@ -86,7 +90,7 @@ def _nll_loss(
     reduction = _reduction(size_average, reduce, reduction)
     scores, axis = _settled("nll_loss", input)
     goal = _check_target("nll_loss", scores, axis, target)
-    there = _laid_out("nll_loss", cast(torch.Tensor, target), scores, goal)
+    there = _moved(_distributed("nll_loss", target, scores), goal)
     loss = F.nll_loss(
         scores, there, _replicated("nll_loss", weight, scores), ignore_index=ignore_index, reduction=reduction
     )
@@ -142,7 +146,7 @@ def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list
             )
         goal = list(logits.placements)
     elif tuple(target.shape) == rows:
-        if target.is_floating_point():
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise RuntimeError(f"{call}: a target of class indices must be of an integer type, got {target.dtype}")
         goal = [_without_dim(p, c) if a != axis else Replicate() for a, p in enumerate(logits.placements)]
     else:
@@ -151,9 +155,7 @@ def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list
             f"  got: target {tuple(target.shape)}, logits {shape}\n"
             f"  rule: class indices have shape {rows}, class probabilities {shape}"
         )
-    if not isinstance(target, DTensor) and any(
-        not isinstance(p, Replicate) for a, p in enumerate(goal) if a != axis
-    ):
+    if not isinstance(target, DTensor) and any(not isinstance(p, Replicate) for a, p in enumerate(goal) if a != axis):
         raise ValueError(
             f"{call} inside loss_parallel(): a plain target counts as replicated, but the logits' rows are sharded, so "
             "it is not clear whether it is this rank's piece\n"
@@ -173,8 +175,9 @@ def _without_dim(p: Placement, c: int) -> Placement:
     return p
 
 
-def _laid_out(call: str, x: torch.Tensor, like: DTensor, goal: list[Placement]) -> DTensor:
-    """`x` as a DTensor on the mesh of `like`, in the layout `goal`; a plain tensor counts as replicated."""
+def _distributed(call: str, x: object, like: DTensor) -> DTensor:
+    """`x`, a target or weight, as a DTensor on the mesh of `like`; a plain tensor counts as replicated."""
+    assert isinstance(x, torch.Tensor)
     mesh = like.device_mesh
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -183,6 +186,12 @@ def _laid_out(call: str, x: torch.Tensor, like: DTensor, goal: list[Placement]) 
             f"{call} inside loss_parallel(): target, weight and logits must be on one mesh\n"
             f"  got: {x.device_mesh!r} and {mesh!r}"
         )
+    if not x.is_floating_point() and x.dtype != torch.int64:
+        x = cast(DTensor, x.long())
+    return x
+
+
+def _moved(x: DTensor, goal: list[Placement]) -> DTensor:
     return x if list(x.placements) == goal else x.redistribute(placements=goal)
 
 
@@ -196,4 +205,4 @@ def _replicated(call: str, weight: object, like: DTensor) -> DTensor | None:
             f"{call}: weight must have one value for each of the {like.shape[_class_dim(like)]} classes, "
             f"got shape {tuple(weight.shape)}"
         )
-    return _laid_out(call, weight, like, [Replicate()] * like.device_mesh.ndim)
+    return _moved(_distributed(call, weight, like), [Replicate()] * like.device_mesh.ndim)

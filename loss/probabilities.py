@@ -17,49 +17,71 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from loss.kernels import Forward, Runs, along_classes, class_dim, library, own_weights, relative_sum, widened
-from propagation_rules.loss import combine_statistics, finite_top, local_max_and_sum, log_sum_exp
+from loss.kernels import Forward, classes_of, library
+from loss.rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift
+from propagation_rules.loss import accumulation_dtype, combine_statistics, finite_top, local_max_and_sum, log_sum_exp
 
 __all__ = ["probability_backward", "probability_forward"]
 
 
-def _weighted(
-    p: torch.Tensor, weight: torch.Tensor | None, runs: Runs, classes: int, smoothing: float
-) -> torch.Tensor:
-    """p' w of the local classes."""
-    p = p * (1 - smoothing) + smoothing / classes if smoothing else p
-    return p if weight is None else p * along_classes(own_weights(weight, runs), p.ndim)
+# ------------------------------------------------------------ what one rank computes
+def _weighted(p: torch.Tensor, classes: Classes, dtype: torch.dtype) -> torch.Tensor:
+    """p' w of the classes that are here."""
+    s = classes.smoothing
+    p = p.to(dtype)
+    p = p * (1 - s) + s / classes.count if s else p
+    return p if classes.weight is None else p * along_classes(own_weights(classes.weight, classes.runs), p.ndim)
 
 
-def _statistics(x: torch.Tensor, pw: torch.Tensor) -> torch.Tensor:
-    c = class_dim(x.ndim)
-    top, total = (t.squeeze(c) for t in local_max_and_sum(x, c))
-    return torch.stack([top, total, pw.sum(c), (pw * (x - finite_top(top).unsqueeze(c))).sum(c)])
+def _statistics(logits: torch.Tensor, target: torch.Tensor, classes: Classes) -> torch.Tensor:
+    """Per row: max, sum of exponentials, mass, sum of p' w (x - max)."""
+    c, acc = class_dim(logits.ndim), accumulation_dtype(logits.dtype)
+    rows = (*logits.shape[:c], *logits.shape[c + 1 :])
+    out = logits.new_empty((4, *rows), dtype=acc)
+    for block in blocks(logits, c):
+        x, place = piece(logits, block).to(acc), piece(out, block, row_shift(block, c) + 1)
+        pw = _weighted(piece(target, block), classes, acc)
+        top, total = local_max_and_sum(x, c)
+        place[0], place[1], place[2] = top.squeeze(c), total.squeeze(c), pw.sum(c)
+        torch.sum((x - finite_top(top)).mul_(pw), c, out=place[3])
+    return out
 
 
 def _finish(stats: torch.Tensor, per_row: bool) -> Forward:
     top, log_sum = log_sum_exp(stats[:, 0], stats[:, 1])
     mass = stats[:, 2].sum(0)
-    loss = mass * log_sum - relative_sum(stats[:, 3], stats[:, 0], stats[:, 2], top)
+    loss = mass * log_sum - merged_relative(stats[:, 3], stats[:, 0], stats[:, 2], top)
     return loss if per_row else loss.sum(), top, log_sum, mass
 
 
 def _gradient(
-    grad: torch.Tensor, x: torch.Tensor, pw: torch.Tensor, top: torch.Tensor, log_sum: torch.Tensor, mass: torch.Tensor
-) -> torch.Tensor:
-    c = class_dim(x.ndim)
-    softmax = (x - top.unsqueeze(c)).sub_(log_sum.unsqueeze(c)).exp_()
-    return (softmax.mul_(mass.unsqueeze(c)).sub_(pw)).mul_(grad.unsqueeze(c) if grad.ndim else grad)
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, top: torch.Tensor, log_sum: torch.Tensor,
+    mass: torch.Tensor, classes: Classes,
+) -> torch.Tensor:  # fmt: skip
+    c, acc = class_dim(logits.ndim), top.dtype
+    out = torch.empty_like(logits)
+    for block in blocks(logits, c):
+        shift, x, place = row_shift(block, c), piece(logits, block), piece(out, block)
+        m, l, total = (piece(t, block, shift).unsqueeze(c) for t in (top, log_sum, mass))
+        work = place if out.dtype == acc else torch.empty_like(x, dtype=acc)
+        torch.sub(x, m, out=work).sub_(l).exp_().mul_(total).sub_(_weighted(piece(target, block), classes, acc))
+        work.mul_(piece(grad, block, shift).unsqueeze(c) if grad.ndim else grad)
+        if work is not place:
+            place.copy_(work)
+    return out
 
 
 # ------------------------------------------------------------ the operators on plain tensors
+def _all_classes(logits: torch.Tensor, weight: torch.Tensor | None, smoothing: float) -> Classes:
+    n = logits.shape[class_dim(logits.ndim)]
+    return classes_of(((0, n),), n, weight, logits.dtype, -100, smoothing)
+
+
 def probability_forward(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, per_row: bool, smoothing: float
 ) -> Forward:
     """Loss (rows or sum), and max, log sum and mass of every row."""
-    x, p, w = widened(logits, target, weight, dtype=logits.dtype)
-    classes = x.shape[class_dim(x.ndim)]
-    return _finish(_statistics(x, _weighted(p, w, ((0, classes),), classes, smoothing))[None], per_row)
+    return _finish(_statistics(logits, target, _all_classes(logits, weight, smoothing))[None], per_row)
 
 
 def probability_backward(
@@ -67,10 +89,7 @@ def probability_backward(
     log_sum: torch.Tensor, mass: torch.Tensor, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the logits."""
-    x, p, w = widened(logits, target, weight, dtype=logits.dtype)
-    classes = x.shape[class_dim(x.ndim)]
-    pw = _weighted(p, w, ((0, classes),), classes, smoothing)
-    return _gradient(grad, x, pw, top, log_sum, mass).to(logits.dtype)
+    return _gradient(grad, logits, target, top, log_sum, mass, _all_classes(logits, weight, smoothing))
 
 
 library.define(
@@ -83,6 +102,20 @@ library.define(
 )
 library.impl("cross_entropy_prob", probability_forward, "CompositeExplicitAutograd")
 library.impl("cross_entropy_prob_backward", probability_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.impl(library, "cross_entropy_prob", "Meta")
+def _forward_shapes(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, per_row: bool, *_: object
+) -> Forward:
+    c = class_dim(logits.ndim)
+    rows = logits.new_empty((*logits.shape[:c], *logits.shape[c + 1 :]), dtype=accumulation_dtype(logits.dtype))
+    return rows if per_row else rows.new_empty(()), rows.clone(), rows.clone(), rows.clone()
+
+
+@torch.library.impl(library, "cross_entropy_prob_backward", "Meta")
+def _gradient_shape(grad: torch.Tensor, logits: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(logits)
 
 
 # ------------------------------------------------------------ their rules
@@ -104,17 +137,20 @@ def _forward_rule(call: Call) -> Rule:
     rows = dims["top"]
     kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 4, _run_forward)  # no cost: as in loss.kernels
     outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows, rows)
-    return Rule(
-        tuple(dims[n] for n in call.names), outputs, sizes, frozenset({c, len(sizes) - 1}), kernels=(kernel,)
-    )
+    return Rule(tuple(dims[n] for n in call.names), outputs, sizes, frozenset({c, len(sizes) - 1}), kernels=(kernel,))
+
+
+def _classes(ctx: KernelContext, at: int) -> Classes:
+    """The classes that this rank holds, of input `at`."""
+    spec = ctx.in_specs[at]
+    c = class_dim(len(spec.shape))
+    weight = ctx.optional("weight")
+    return classes_of(ctx.intervals(at, c), spec.shape[c], weight, spec.dtype, -100, ctx.call["smoothing"])
 
 
 def _run_forward(ctx: KernelContext) -> Forward:
-    logits = ctx.tensor("logits")
-    x, p, w = widened(logits, ctx.tensor("target"), ctx.optional("weight"), dtype=logits.dtype)
-    c = class_dim(x.ndim)
-    pw = _weighted(p, w, ctx.intervals(0, c), ctx.in_specs[0].shape[c], ctx.call["smoothing"])
-    return _finish(combine_statistics(ctx, _statistics(x, pw)), ctx.call["per_row"])
+    stats = _statistics(ctx.tensor("logits"), ctx.tensor("target"), _classes(ctx, 0))
+    return _finish(combine_statistics(ctx, stats), ctx.call["per_row"])
 
 
 def _backward_rule(call: Call) -> Rule:
@@ -125,12 +161,9 @@ def _backward_rule(call: Call) -> Rule:
 
 
 def _run_backward(ctx: KernelContext) -> torch.Tensor:
-    logits = ctx.tensor("logits")
-    x, p, w = widened(logits, ctx.tensor("target"), ctx.optional("weight"), dtype=logits.dtype)
-    c = class_dim(x.ndim)
-    pw = _weighted(p, w, ctx.intervals(1, c), ctx.in_specs[1].shape[c], ctx.call["smoothing"])
-    rows = (ctx.tensor(name) for name in ("top", "log_sum", "mass"))
-    return _gradient(ctx.tensor("grad"), x, pw, *rows).to(logits.dtype)
+    grad, logits, target = map(ctx.tensor, ("grad", "logits", "target"))
+    top, log_sum, mass = map(ctx.tensor, ("top", "log_sum", "mass"))
+    return _gradient(grad, logits, target, top, log_sum, mass, _classes(ctx, 1))
 
 
 register("shardwright.cross_entropy_prob", _forward_rule)
