@@ -141,24 +141,43 @@ class Communicator(ABC):
 
     @overload
     def all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], *, async_op: Literal[False] = ...
+        self,
+        x: torch.Tensor,
+        shapes: Sequence[Shape],
+        *,
+        into: Sequence[torch.Tensor] | None = ...,
+        async_op: Literal[False] = ...,
     ) -> list[torch.Tensor]: ...
     @overload
     def all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], *, async_op: bool
+        self, x: torch.Tensor, shapes: Sequence[Shape], *, into: Sequence[torch.Tensor] | None = ..., async_op: bool
     ) -> list[torch.Tensor] | Pending[list[torch.Tensor]]: ...
 
     def all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], *, async_op: bool = False
+        self,
+        x: torch.Tensor,
+        shapes: Sequence[Shape],
+        *,
+        into: Sequence[torch.Tensor] | None = None,
+        async_op: bool = False,
     ) -> list[torch.Tensor] | Pending[list[torch.Tensor]]:
-        """Every position's `x`, in order. `shapes[i]` is the shape of position i's, known to all positions."""
+        """Every position's `x`, in order. `shapes[i]` is the shape of position i's, known to all positions.
+
+        `into`: tensors of these shapes, perhaps views of one result, that are filled and returned.
+        """
         self._count("all_gather", "shapes", shapes)
         self._own("all_gather", "x", x.shape, shapes[self.rank])
-        if self.size == 1:
+        if into is not None:
+            self._count("all_gather", "into", into)
+            self._own("all_gather", "into[rank]", into[self.rank].shape, shapes[self.rank])
+        if self.size == 1 and into is None:
             return _done([_copy(x)], async_op)
-        if x.device.type == "meta":
-            return _done([x.new_empty(tuple(s)) for s in shapes], async_op)
-        pending = self._all_gather(x.detach() if x.requires_grad else x, shapes)
+        if self.size == 1 or x.device.type == "meta":
+            given = [x.new_empty(tuple(s)) for s in shapes] if into is None else list(into)
+            if self.size == 1:
+                given[0].copy_(x)
+            return _done(given, async_op)
+        pending = self._all_gather(x.detach() if x.requires_grad else x, shapes, into)
         return pending if async_op else pending.wait()
 
     @overload
@@ -278,7 +297,9 @@ class Communicator(ABC):
     def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
 
     @abstractmethod
-    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]: ...
+    def _all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+    ) -> Pending[list[torch.Tensor]]: ...
 
     @abstractmethod
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]: ...

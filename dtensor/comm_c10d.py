@@ -48,6 +48,38 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 _WIDER |= {d: torch.float32 for d, c in _CARRIER.items() if c == torch.uint8 and d != torch.bool}
 
 
+def _eager(x: torch.Tensor) -> bool:
+    """False for tensors without values, of which a graph is made: its collectives must be functional ones."""
+    return type(x).__name__ not in ("FakeTensor", "FunctionalTensor")
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself, if it is the result of a collective that nobody has waited for yet."""
+    wait: Callable[[], torch.Tensor] | None = getattr(x, "trigger_wait", None)
+    return x if wait is None else wait()
+
+
+def _carried(x: torch.Tensor) -> torch.Tensor:
+    """A view of `x`, which may have gaps, as a dtype that every backend carries."""
+    if x.dtype == torch.complex128:
+        return torch.view_as_real(x)
+    carrier = _CARRIER.get(x.dtype)
+    return x if carrier is None else x.view(carrier)
+
+
+def _put(pending: Pending[list[torch.Tensor]], into: Sequence[torch.Tensor] | None) -> Pending[list[torch.Tensor]]:
+    """Parts that arrive, copied to where they are wanted."""
+    if into is None:
+        return pending
+
+    def finish() -> list[torch.Tensor]:
+        for to, part in zip(into, pending.wait()):
+            to.copy_(part)
+        return list(into)
+
+    return Pending(finish=finish)
+
+
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """`x` as a contiguous 1-D tensor of a dtype that every backend carries (complex128: pairs of reals)."""
     if x.is_conj():
@@ -86,9 +118,9 @@ def _as_one(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     some = [f for f in flats if f.numel()]
     if not some:
         return flats[0]
-    at, storage = some[0].storage_offset(), some[0].untyped_storage().data_ptr()
+    at, storage = some[0].storage_offset(), some[0].untyped_storage()._cdata  # tensors without data have one too
     for f in some:
-        if f.storage_offset() != at or f.untyped_storage().data_ptr() != storage:
+        if f.storage_offset() != at or f.untyped_storage()._cdata != storage:
             return torch.cat(list(flats))
         at += f.numel()
     return some[0].as_strided((at - some[0].storage_offset(),), (1,))
@@ -103,6 +135,16 @@ def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for p in parts:
         out[at : at + p.numel()].view(p.shape).copy_(p)
         at += p.numel()
+    return out
+
+
+def _spaced(parts: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
+    """The parts in one flat tensor, `numel` elements from one to the next, zeros between."""
+    out = torch.empty(len(parts) * numel, dtype=parts[0].dtype, device=parts[0].device)
+    for i, p in enumerate(parts):
+        slot = out[i * numel : (i + 1) * numel]
+        slot[: p.numel()].view(p.shape).copy_(p)
+        slot[p.numel() :].zero_()
     return out
 
 
@@ -189,12 +231,11 @@ def _bool_reduction(op: str) -> _Reduction:
 class C10dCommunicator(Communicator):
     """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order."""
 
-    __slots__ = ("_gathering", "_name", "_nccl", "_order", "group")
+    __slots__ = ("_name", "_nccl", "_order", "group")
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
         super().__init__(ranks, rank)
         self.group = group
-        self._gathering: torch.Tensor | None = None
         self._name: str = group.group_name
         place = {r: i for i, r in enumerate(c10d.get_process_group_ranks(group))}
         if set(place) != set(self.ranks):
@@ -218,7 +259,7 @@ class C10dCommunicator(Communicator):
     def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
         how = _reduction(op, x.dtype, self.size, not self._nccl or x.device.type == "cpu")
         if how.wire is None:
-            gathered = self._all_gather(x, [tuple(x.shape)] * self.size)
+            gathered = self._all_gather(x, [tuple(x.shape)] * self.size, None)
             return Pending(finish=lambda: reduce_tensors(gathered.wait(), op))
         sent = x if how.encode is None else how.encode(x)
         raw = _F.all_reduce.default(sent.contiguous(), how.wire, self._name)
@@ -227,27 +268,73 @@ class C10dCommunicator(Communicator):
             return Pending(finish=lambda: _wait(raw), raw=raw)
         return Pending(finish=lambda: decode(_wait(raw)))
 
-    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+    def _all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+    ) -> Pending[list[torch.Tensor]]:
         dtype, width = x.dtype, _width(x.dtype)
         numels = [prod(s) * width for s in shapes]
-        most = max(numels)
-        flat = _flat(x)
-        if padding_counts((self.size - 1) * most * flat.itemsize, (sum(numels) - min(numels)) * flat.itemsize):
+        most, itemsize = max(numels), x.itemsize // width
+        direct = _eager(x) and x.device.type == "cpu"
+        if padding_counts((self.size - 1) * most * itemsize, (sum(numels) - min(numels)) * itemsize):
+            flat = _flat(x)
             purpose.kind = "all_gather"
             try:
-                return self._exchange(flat.repeat(self.size), [flat.numel()] * self.size, dtype, shapes)
+                return _put(self._exchange(flat.repeat(self.size), [flat.numel()] * self.size, dtype, shapes), into)
             finally:
                 purpose.kind = None
-        if self._gathering is not None:  # two of gloo's at a time in one group spoil the heap of the process
-            _wait(self._gathering)
-        raw = _F.all_gather_into_tensor.default(_pad(flat, most), self.size, self._name)
-        self._gathering = None if self._nccl else raw
+        if into is not None and direct:
+            return self._gather_into(x, shapes, into)
+        wait = self._gather(_pad(_flat(x), most), direct)
 
         def finish() -> list[torch.Tensor]:
-            got = _wait(raw)
-            if self._gathering is raw:
-                self._gathering = None
+            got = wait()
             return [_unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)]
+
+        return _put(Pending(finish=finish), into)
+
+    def _gather(self, flat: torch.Tensor, direct: bool) -> Callable[[], torch.Tensor]:
+        """All positions' `flat` in one tensor, by group rank, once the returned function is called.
+
+        With `direct` the group itself is asked: several functional gathers under way in one gloo group can spoil
+        the heap of the process.
+        """
+        if not direct:
+            raw = _F.all_gather_into_tensor.default(flat, self.size, self._name)
+            return lambda: _wait(raw)
+        out = flat.new_empty(self.size * flat.numel())
+        options = c10d.AllgatherOptions()
+        options.asyncOp = True
+        work = self.group._allgather_base(out, _waited(flat), options)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return out
+
+        return wait
+
+    def _gather_into(
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor]
+    ) -> Pending[list[torch.Tensor]]:
+        """A gather straight into tensors that may be views: gloo puts the parts there itself.
+
+        They must be of one shape; smaller parts travel in tensors of their own.
+        """
+        x = _waited(x)
+        shape = max([tuple(s) for s in shapes], key=prod)
+        short = [i for i, s in enumerate(shapes) if tuple(s) != shape]
+        spare = {i: x.new_empty(shape) for i in short}
+        if self.rank in spare:
+            x = _spaced([x], prod(shape)).view(shape)
+        options = c10d.AllgatherOptions()
+        options.asyncOp = True
+        outputs = [_carried(t) for t in self._by_group_rank([spare.get(i, t) for i, t in enumerate(into)])]
+        work = self.group.allgather([outputs], [_carried(x.contiguous())], options)
+
+        def finish() -> list[torch.Tensor]:
+            work.wait()
+            for i in short:
+                into[i].copy_(spare[i].view(-1)[: prod(shapes[i])].view(tuple(shapes[i])))
+            return list(into)
 
         return Pending(finish=finish)
 
@@ -264,16 +351,13 @@ class C10dCommunicator(Communicator):
             if decode is None and own.dim() == 1:
                 return Pending(finish=lambda: _wait(raw), raw=raw)
             return Pending(finish=lambda: _shaped(_wait(raw), decode, shape))
-        flats = [p.reshape(-1) for p in parts]
-        if encode is not None:
-            flats = [encode(f) for f in flats]
+        flats = list(parts) if encode is None else [encode(p.reshape(-1)) for p in parts]
         wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
-        flats = [f.reshape(-1) for f in flats]
         most = max(f.numel() for f in flats)
         total = sum(f.numel() for f in flats)
         if padding_counts(self.size * most * own.itemsize, total * own.itemsize):
-            return self._uneven_scatter(flats, how, wire_shape, shape)
-        sent = _as_one([_pad(f, most) for f in self._by_group_rank(flats)])
+            return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape)
+        sent = _spaced(self._by_group_rank(flats), most)
         raw = _F.reduce_scatter_tensor.default(sent, how.wire, self.size, self._name)
 
         def finish() -> torch.Tensor:

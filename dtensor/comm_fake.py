@@ -74,9 +74,11 @@ class FakeCommunicator(Communicator):
         self._report("all_reduce", received("all_reduce", self.size, self.rank, x.numel()), x.itemsize)
         return Pending(_zeros(x, x.shape))
 
-    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+    def _all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+    ) -> Pending[list[torch.Tensor]]:
         self._report("all_gather", received("all_gather", self.size, self.rank, shapes), x.itemsize)
-        return Pending([_zeros(x, s) for s in shapes])
+        return Pending([_zeros(x, s) for s in shapes] if into is None else [t.zero_() for t in into])
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
         own = parts[self.rank]

@@ -139,10 +139,13 @@ class SimulatedCommunicator(Communicator):
         got = self._meet("all_reduce", signature, x, lambda xs: spec_all_reduce(xs, op), elements, x.itemsize)
         return Pending(got)
 
-    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+    def _all_gather(
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+    ) -> Pending[list[torch.Tensor]]:
         elements = received("all_gather", self.size, self.rank, shapes)
         signature = ("shapes", tuple(tuple(s) for s in shapes), "dtype", x.dtype)
-        return Pending(self._meet("all_gather", signature, x, spec_all_gather, elements, x.itemsize))
+        got = self._meet("all_gather", signature, x, spec_all_gather, elements, x.itemsize)
+        return Pending(got if into is None else [to.copy_(part) for to, part in zip(into, got)])
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
         own = parts[self.rank]

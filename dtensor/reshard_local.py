@@ -8,11 +8,12 @@ dim, are a single `split` or `cat`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 
-from dtensor.reshard_geometry import Region, Runs, region_size
+from dtensor.reshard_geometry import Region, Runs, region_shape, region_size
 
 __all__ = ["Join", "Take"]
 
@@ -46,10 +47,13 @@ class _Index:
         self._made: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        found = self._made.get(device)
+        under_mode = torch._C._len_torch_dispatch_stack()  # what is made here may be of the mode's own kind
+        found = None if under_mode else self._made.get(device)
         if found is None:
             flat = [i for start, n in self._runs for i in range(start, start + n)]
-            found = self._made[device] = torch.tensor(flat, device=device)
+            found = torch.tensor(flat, device=device)
+            if not under_mode:
+                self._made[device] = found
         return found
 
 
@@ -89,9 +93,12 @@ class _TakeOne:
 
 
 class Take:
-    """Parts of a tensor of `shape`, one for each of `regions`. Called with the tensor it gives the parts."""
+    """Parts of a tensor of `shape`, one for each of `regions`. Called with the tensor it gives the parts.
 
-    __slots__ = ("_dim", "_each", "_in_order", "_sizes")
+    Where all are new memory they follow each other in one buffer, ready to be sent.
+    """
+
+    __slots__ = ("_blocks", "_dim", "_each", "_in_order", "_shapes", "_sizes")
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
         self._dim = _side_by_side(regions, shape)
@@ -102,6 +109,8 @@ class Take:
             self._sizes = [sum(n for _, n in region[self._dim]) for region in regions]
         else:
             self._each = [_TakeOne(region, shape) for region in regions]
+        self._shapes = [region_shape(region) for region in regions]
+        self._blocks = [_blocks(region) for region in regions] if len(regions) > 1 and self.copies else []
 
     @property
     def in_order(self) -> bool:
@@ -113,10 +122,25 @@ class Take:
         """True where all parts are new memory."""
         return bool(self._each) and all(one.copies for one in self._each)
 
-    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+    @property
+    def copies_some(self) -> bool:
+        """True where a part is new memory."""
+        return any(one.copies for one in self._each)
+
+    def __call__(self, x: torch.Tensor, apart: int = -1) -> list[torch.Tensor]:
+        """The parts; the one numbered `apart` is in no buffer with others."""
         if self._dim is not None:
             return list(torch.split(x, self._sizes, self._dim))
-        return [one(x) for one in self._each]
+        if not self._blocks:
+            return [one(x) for one in self._each]
+        numels = [0 if i == apart else math.prod(shape) for i, shape in enumerate(self._shapes)]
+        pieces = torch.split(torch.empty(sum(numels), dtype=x.dtype, device=x.device), numels)
+        parts = []
+        for i, (piece, shape, blocks) in enumerate(zip(pieces, self._shapes, self._blocks)):
+            parts.append(self._each[i](x) if i == apart else piece.view(shape))
+            for block in blocks if i != apart else ():
+                block.get(x, parts[i])
+        return parts
 
 
 class Join:
@@ -173,7 +197,7 @@ def _adjacent(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Te
 
 
 class _Block:
-    """A box of a part and where it lies in the whole; `index` for one dim of many runs."""
+    """A box of a part and where it lies in the whole, for either direction; `index` for one dim of many runs."""
 
     __slots__ = ("_dim", "_from", "_index", "_to")
 
@@ -188,6 +212,13 @@ class _Block:
             out[self._to].copy_(part)
         else:
             out[self._to].index_copy_(self._dim, self._index.on(out.device), part)
+
+    def get(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy this box of `whole` into `part`."""
+        if self._from is not None:
+            part = part[self._from]
+        box = whole[self._to]
+        part.copy_(box if self._index is None else box.index_select(self._dim, self._index.on(whole.device)))
 
 
 def _blocks(region: Region) -> list[_Block]:

@@ -175,23 +175,36 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    """Parts that are boxes of the result, but do not follow each other in it, are gathered straight into it."""
     comm = _comm(spec, step)
     want = holdings(spec, step.dst, coord)
     parts = [holdings(spec, step.src, other) for other in members(spec, step.axes, coord)]
-    join = Join([common(part, want)[1] for part in parts], region_shape(want))
+    regions = [common(part, want)[1] for part in parts]
     shapes, out_shape = [region_shape(part) for part in parts], region_shape(want)
+    join, boxes = Join(regions, out_shape), Take(regions, out_shape)
+    together = join.in_order and len({*shapes}) == 1
+    straight = not together and join.single is None and not boxes.copies_some
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        out = x.new_empty(out_shape) if straight else None
+        into = None if out is None else boxes(out)
+        finish: Callable[[list[torch.Tensor]], torch.Tensor] = join if out is None else lambda _: out
         if async_op:
-            pending = _pending_parts(comm.all_gather(x, shapes, async_op=True))
-            return unwaited(lambda: join(pending.wait()), x, out_shape)
-        return join(comm.all_gather(x, shapes))
+            pending = _pending_parts(comm.all_gather(x, shapes, into=into, async_op=True))
+            return unwaited(lambda: finish(pending.wait()), x, out_shape)
+        return finish(comm.all_gather(x, shapes, into=into))
 
     return run
 
 
-@functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if torch._C._len_torch_dispatch_stack():  # what is made here may be of a mode's own kind
+        return torch.empty(0, dtype=dtype, device=device)
+    return _kept_nothing(dtype, device)
+
+
+@functools.cache
+def _kept_nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -229,13 +242,15 @@ def exchange_others(
     shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        parts = take(x)
+        parts = take(x, me)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
             pending = _pending_parts(comm.all_to_all(parts, shapes, async_op=True))
             mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile
             return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
-        return finish(comm.all_to_all(parts, shapes), mine)
+        got = comm.all_to_all(parts, shapes)
+        parts.clear()  # what was sent may have been copies
+        return finish(got, mine)
 
     return run
 
