@@ -2,10 +2,13 @@
 
     with loss_parallel():
         F.cross_entropy(logits, target).backward()      # logits: f32[8,50257@tp], never gathered
+
+    linear_cross_entropy(hidden, weight, target)        # the logits are never made
 """
 
 from __future__ import annotations
 
 from loss.context import loss_parallel
+from loss.linear import linear_cross_entropy
 
-__all__ = ["loss_parallel"]
+__all__ = ["linear_cross_entropy", "loss_parallel"]

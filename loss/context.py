@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,9 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
-from propagation_rules.loss import accumulation_dtype
+from loss.cross_entropy import cross_entropy
+from loss.layouts import check_index_dtype, check_options, cuts, distributed, known_totals, moved, replicated_weight
+from loss.rows import class_dim
 
 __all__ = ["loss_parallel"]
 
@@ -66,21 +68,16 @@ def _cross_entropy(
     input: DTensor, target: object, weight: object = None, size_average: bool | None = None,
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    from loss.cross_entropy import cross_entropy, totals_of
 
     reduction = _reduction(size_average, reduce, reduction)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise RuntimeError(f"cross_entropy: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
+    check_options("cross_entropy", reduction, label_smoothing)
     logits, axis = _settled("cross_entropy", input)
     goal = _check_target("cross_entropy", logits, axis, target)
-    given, scale = _distributed("cross_entropy", target, logits), _replicated("cross_entropy", weight, logits)
-    there = _moved(given, goal)
+    given, scale = _operands("cross_entropy", target, weight, logits)
     totals = None
-    if there is not given and there.ndim < logits.ndim and all(isinstance(p, Replicate) for p in given.placements):
-        # all targets are here: what they weigh together need not be summed over the ranks
-        acc = accumulation_dtype(logits.dtype)
-        totals = totals_of(given, scale, logits.shape[_class_dim(logits)], acc, ignore_index)
-    return cross_entropy(logits, there, scale, reduction, ignore_index, label_smoothing, totals)
+    if given.ndim < logits.ndim:
+        totals = known_totals(given, goal, scale, logits.shape[class_dim(logits.ndim)], logits.dtype, ignore_index)
+    return cross_entropy(logits, moved(given, goal), scale, reduction, ignore_index, label_smoothing, totals)
 
 
 def _nll_loss(
@@ -88,37 +85,34 @@ def _nll_loss(
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
 ) -> torch.Tensor:  # fmt: skip
     reduction = _reduction(size_average, reduce, reduction)
+    check_options("nll_loss", reduction, 0.0)
     scores, axis = _settled("nll_loss", input)
     goal = _check_target("nll_loss", scores, axis, target)
-    there = _moved(_distributed("nll_loss", target, scores), goal)
-    loss = F.nll_loss(
-        scores, there, _replicated("nll_loss", weight, scores), ignore_index=ignore_index, reduction=reduction
-    )
+    given, scale = _operands("nll_loss", target, weight, scores)
+    loss = F.nll_loss(scores, moved(given, goal), scale, ignore_index=ignore_index, reduction=reduction)
     if not isinstance(loss, DTensor) or not isinstance(loss.placements[axis], Partial):
         return loss
-    want = [Replicate() if a == axis else p for a, p in enumerate(loss.placements)]
-    return loss.redistribute(placements=want)
+    return loss.redistribute(placements=[Replicate() if a == axis else p for a, p in enumerate(loss.placements)])
+
+
+def _operands(call: str, target: object, weight: object, like: DTensor) -> tuple[DTensor, DTensor | None]:
+    """Target and weight on the mesh of `like`, the weight in its layout."""
+    where = f"{call} inside loss_parallel()"
+    assert isinstance(target, torch.Tensor)
+    given = distributed(where, target, like.device_mesh)
+    return given, replicated_weight(where, weight, like.shape[class_dim(like.ndim)], like.device_mesh)
 
 
 def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    if size_average is not None or reduce is not None:
-        reduction = _Reduction.legacy_get_string(size_average, reduce)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction!r} is not a valid value for reduction; use 'none', 'mean' or 'sum'")
-    return reduction
+    legacy = size_average is not None or reduce is not None
+    return _Reduction.legacy_get_string(size_average, reduce) if legacy else reduction
 
 
 # ------------------------------------------------------------ layouts
-def _class_dim(logits: torch.Tensor) -> int:
-    return 1 if logits.ndim > 1 else 0
-
-
 def _settled(call: str, logits: DTensor) -> tuple[DTensor, int]:
     """`logits` with nothing pending, and the mesh axis that shards the class dim; ValueError when not one."""
-    c = _class_dim(logits)
-    axes = [
-        a for a, p in enumerate(logits.placements) if isinstance(p, (Shard, StridedShard)) and p.dim % logits.ndim == c
-    ]
+    c = class_dim(logits.ndim)
+    axes = [a for a, p in enumerate(logits.placements) if cuts(p, c)]
     if len(axes) != 1:
         raise ValueError(
             f"{call} inside loss_parallel(): the class dim (dim {c}) must be sharded on exactly one mesh axis\n"
@@ -136,7 +130,7 @@ def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list
     """The layout the target must have; TypeError, RuntimeError or ValueError when it cannot be one."""
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"{call} inside loss_parallel(): target must be a tensor or a DTensor, got {target!r}")
-    c, shape = _class_dim(logits), tuple(logits.shape)
+    c, shape = class_dim(logits.ndim), tuple(logits.shape)
     rows = (*shape[:c], *shape[c + 1 :])
     if tuple(target.shape) == shape and call == "cross_entropy":
         if not target.is_floating_point():
@@ -146,8 +140,7 @@ def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list
             )
         goal = list(logits.placements)
     elif tuple(target.shape) == rows:
-        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-            raise RuntimeError(f"{call}: a target of class indices must be of an integer type, got {target.dtype}")
+        check_index_dtype(call, target)
         goal = [_without_dim(p, c) if a != axis else Replicate() for a, p in enumerate(logits.placements)]
     else:
         raise ValueError(
@@ -173,36 +166,3 @@ def _without_dim(p: Placement, c: int) -> Placement:
     if isinstance(p, StridedShard) and p.dim > c:
         return StridedShard(p.dim - 1, split_factor=p.split_factor)
     return p
-
-
-def _distributed(call: str, x: object, like: DTensor) -> DTensor:
-    """`x`, a target or weight, as a DTensor on the mesh of `like`; a plain tensor counts as replicated."""
-    assert isinstance(x, torch.Tensor)
-    mesh = like.device_mesh
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    elif x.device_mesh != mesh:
-        raise ValueError(
-            f"{call} inside loss_parallel(): target, weight and logits must be on one mesh\n"
-            f"  got: {x.device_mesh!r} and {mesh!r}"
-        )
-    if not x.is_floating_point() and x.dtype != torch.int64:
-        x = cast(DTensor, x.long())
-    return x
-
-
-def _moved(x: DTensor, goal: list[Placement]) -> DTensor:
-    return x if list(x.placements) == goal else x.redistribute(placements=goal)
-
-
-def _replicated(call: str, weight: object, like: DTensor) -> DTensor | None:
-    if weight is None:
-        return None
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"{call} inside loss_parallel(): weight must be a tensor, a DTensor or None, got {weight!r}")
-    if tuple(weight.shape) != (like.shape[_class_dim(like)],):
-        raise RuntimeError(
-            f"{call}: weight must have one value for each of the {like.shape[_class_dim(like)]} classes, "
-            f"got shape {tuple(weight.shape)}"
-        )
-    return _moved(_distributed(call, weight, like), [Replicate()] * like.device_mesh.ndim)
