@@ -5,7 +5,7 @@ the factors' local sizes that they leave and the cost of bringing every input, o
 they ask for. It takes the cheapest prefix off a queue, extends it by every legal choice of the next axis and
 stops at the first complete one; costs never shrink, so that one is the cheapest. Ties: fewer inputs that
 change, then deeper prefixes, then the order in which `Rule.choices` lists them. Everything it reads is the
-same on all ranks.
+same on all ranks. On a mesh of several axes the runners-up are priced again with the best one (`dtensor.price`).
 
     mm  a: f32[64@x,64]  b: f32[64@x,64]     on one axis of 4
     m   b is gathered                        64*64*3/4 elements received
@@ -26,7 +26,8 @@ import torch
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.device_mesh import DeviceMesh
 from dtensor.factors import Choice, Kernel, Rule, State, Want, carried_splits, refine
-from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.placement import Partial, Placement, Replicate
+from dtensor.price import FEW, NEAR, axis_cost, cheapest_of, reordered
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = ["Decision", "all_decisions", "decide"]
@@ -85,15 +86,28 @@ def decide(
     """The cheapest strategy for these layouts; None when none is legal (only possible with `keep`)."""
     keep = keep or {}
     refined = refine(rule, inputs)
-    best = next(_search(op, refined, inputs, outputs, mesh, keep, best_only=True), None)
+    best = _best(op, refined, inputs, outputs, mesh, keep)
     if refined is rule or (best is not None and best.cost == 0):
         return best
     # The split factor of one input may not suit the layout of another: perhaps that one should move instead.
     for other in {id(r): r for r in (refine(rule, inputs, only=keep), rule) if r is not refined}.values():
-        found = next(_search(op, other, inputs, outputs, mesh, keep, best_only=True), None)
+        found = _best(op, other, inputs, outputs, mesh, keep)
         if found is not None and (best is None or found.cost < best.cost):
             best = found
     return best
+
+
+def _best(
+    op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh, keep: Keep
+) -> Decision | None:
+    """The cheapest strategy of one form of the rule; on several axes, of the first few by their plans."""
+    limit = [math.inf]
+    found = _search(op, rule, inputs, outputs, mesh, keep, limit)
+    best = next(found, None)
+    if best is None or best.cost == 0 or sum(k > 1 for k in mesh.shape) < 2:
+        return best
+    limit[0] = NEAR * best.cost
+    return cheapest_of([best, *itertools.islice(found, FEW - 1)], inputs)
 
 
 def all_decisions(
@@ -104,18 +118,21 @@ def all_decisions(
 
     `pending` replaces the reductions that are tried for linear groups (default: those of the inputs).
     """
-    return _search(op, refine(rule, inputs), inputs, outputs, mesh, keep or {}, best_only=False, pending=pending)
+    return _search(op, refine(rule, inputs), inputs, outputs, mesh, keep or {}, None, pending)
 
 
 def _search(
     op: str, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[TensorMeta | None], mesh: DeviceMesh,
-    keep: Keep, best_only: bool, pending: Iterable[str] | None = None,
+    keep: Keep, limit: list[float] | None, pending: Iterable[str] | None = None,
 ) -> Iterator[Decision]:  # fmt: skip
+    """The strategies, cheapest first; with a `limit` (which may be lowered on the way) those that cost no more, and
+    where one moves nothing only that one.
+    """
     if pending is None:
         pending = {p.reduce_op for s in inputs for p in s.placements if isinstance(p, Partial)}
     choices = [c for c in rule.choices(pending, carried_splits(rule, inputs)) if not _truncates(c, inputs)]
     start = _Prefix((), ((),) * len(inputs), ((),) * len(outputs), State.start(rule))
-    if best_only:
+    if limit is not None:
         unmoved = _unmoved(rule, start, choices, inputs, mesh, keep)
         if unmoved is not None:
             yield _finish(op, rule, unmoved, inputs, outputs, 0.0)
@@ -126,11 +143,11 @@ def _search(
     sizes = [max(s.local_numel_bound, 1) * s.dtype.itemsize for s in inputs] if inputs else []
     while queue:
         cost, moved, depth, _, prefix = heapq.heappop(queue)
+        if limit is not None and cost > limit[0]:
+            return
         axis = -depth
         if axis == mesh.ndim:
             yield _finish(op, rule, prefix, inputs, outputs, cost)
-            if best_only:
-                return
             continue
         k = mesh.shape[axis]
         for choice in choices:
@@ -232,12 +249,10 @@ def _step_cost(
     """Seconds to bring the inputs, on this axis, into the prefix's layout, and how many inputs change."""
     cost, moves, k = 0.0, 0, mesh.shape[axis]
     for spec, nbytes, want in zip(inputs, sizes, prefix.ins, strict=True):
-        src, dst = spec.placements[axis], want[axis]
-        if src is dst and not _reordered(spec, want, axis):
-            continue
-        moves += 1
-        if k > 1:
-            cost += move_cost(model, src, dst, nbytes, k)
+        if spec.placements[axis] is not want[axis] or reordered(spec, want, axis):
+            moves += 1
+            if k > 1:
+                cost += axis_cost(model, spec, want, axis, nbytes)
     if choice.kernel is not None and k > 1 and choice.kernel.collectives:
         width = inputs[0].dtype.itemsize if inputs else 4
         send: Callable[[int, float], float] = getattr(model, choice.kernel.moves)
@@ -247,28 +262,6 @@ def _step_cost(
         nbytes = max(choice.kernel.elements, 1) * width  # one collective over all axes of the kernel
         cost += choice.kernel.collectives * max(send(k * before, nbytes) - send(before, nbytes), 0.0)
     return cost, moves
-
-
-def _reordered(spec: Spec, want: Sequence[Placement], axis: int) -> bool:
-    """True when an axis to the left cuts the same dim differently, so that this axis' pieces move too."""
-    p = want[axis]
-    if not isinstance(p, (Shard, StridedShard)):
-        return False
-    cuts = lambda q: q if isinstance(q, (Shard, StridedShard)) and q.dim == p.dim else None  # noqa: E731
-    return any(cuts(spec.placements[a]) is not cuts(want[a]) for a in range(axis))
-
-
-def move_cost(model: CostModel, src: Placement, dst: Placement, nbytes: int, k: int) -> float:
-    """Seconds to turn `src` into `dst` on an axis of `k` for a local part of `nbytes`."""
-    if isinstance(src, Replicate):
-        return 0.0
-    if isinstance(src, Partial):
-        if isinstance(dst, (Shard, StridedShard)):
-            return model.reduce_scatter(k, nbytes)
-        return model.all_reduce(k, nbytes)
-    if isinstance(dst, (Shard, StridedShard)):
-        return model.all_to_all(k, nbytes)
-    return model.all_gather(k, nbytes)
 
 
 def _finish(
