@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from loss import loss_parallel
+from parallel.check import check_plan
 from parallel.input_reshard import input_reshard
 from parallel.linear import ColwiseParallel, RowwiseParallel
 from parallel.packed import PackedColwiseParallel
@@ -13,10 +14,11 @@ from parallel.plan import parallelize_module
 from parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from parallel.sequence import SequenceParallel
 from parallel.style import ParallelStyle
+from parallel.suggest import suggest_plan
 from parallel.undo import unparallelize_module
 
 __all__ = [
     "ColwiseParallel", "PackedColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
-    "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "input_reshard", "loss_parallel",
-    "parallelize_module", "unparallelize_module",
+    "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "check_plan", "input_reshard", "loss_parallel",
+    "parallelize_module", "suggest_plan", "unparallelize_module",
 ]  # fmt: skip

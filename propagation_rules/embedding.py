@@ -20,7 +20,7 @@ import torch
 
 from dtensor.device_mesh import DeviceMesh
 from dtensor.factors import Dims, Kernel, Rule, linear, passes
-from dtensor.kernel import KernelContext
+from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.placement import Placement, Replicate
 from dtensor.registry import Call, register
 from dtensor.spec import Interval, Spec
@@ -58,15 +58,15 @@ def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.T
 
 
 def check_indices(call: str, indices: torch.Tensor, rows: int) -> None:
-    """IndexError where an index names no row (on accelerators a device assertion), as on one device."""
+    """IndexError where an index names no row (on accelerators and in graphs a failed assertion), as on one device."""
     if indices.numel() == 0 or indices.device.type == "meta":
         return
     bad = (indices < 0) | (indices >= rows)
-    if indices.device.type == "cpu":
+    if looks_at_values(indices):
         if bool(bad.any()):
             raise IndexError(f"{call}: index {int(indices[bad][0])} is out of range for a table of {rows} rows")
     else:
-        torch._assert_async(~bad.any())
+        torch._assert_async(~bad.any(), f"{call}: an index is out of range for a table of {rows} rows")
 
 
 # ------------------------------------------------------------ lookup

@@ -1,0 +1,191 @@
+"""A trace of a model's forward: which layers feed which, where packed outputs are taken apart, what else is computed.
+
+Every storage carries the *origins* of its values: the layers whose outputs it was computed from without another
+layer in between, parameters used outside of layers, and the model's inputs.
+
+    x = norm(h)              {norm}
+    q, k, v = wq(x), ...     {wq}, {wk}, {wv}
+    y = attention(q, k, v)   {wq, wk, wv}
+    o = wo(y)                wo's input has origins {wq, wk, wv}: they meet nowhere else, so wo may be cut by rows
+
+A layer is a module that multiplies by a weight, a lookup, or any other module with parameters and no children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.kinds import kind_of
+from parallel.rehearsal import leaves
+
+__all__ = ["INPUT", "Layer", "Trace"]
+
+INPUT = "<input>"
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul", "aten::linear")
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer that ran. `ins`, `outs`: its features; `sizes`: of the parts that its output was taken apart into.
+
+    Attributes:
+        role: "linear", "lookup" or "other".
+        weight_dims: (output, input) dim of the weight of a "linear" that is no nn.Linear.
+        unit: width of the last dim when its output was viewed with one dim more, e.g. that of a head.
+        origins: of its inputs, in all its calls.
+    """
+
+    path: str
+    role: str
+    ins: int = 0
+    outs: int = 0
+    weight_dims: tuple[int, int] | None = None
+    sizes: tuple[int, ...] = ()
+    unit: int = 1
+    origins: set[str] = field(default_factory=set)
+
+
+class Trace(TorchDispatchMode):
+    """Follow one forward of `model`, inside `with trace.following(model)`.
+
+    Attributes:
+        layers: by path, in the order of their first calls.
+        ops: what ran outside of layers: operators with their numbers that are no sizes.
+        outputs: origins of the model's outputs, after `finish`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, Layer] = {}
+        self.ops: set[tuple[object, ...]] = set()
+        self.outputs: frozenset[str] = frozenset()
+        self._origins: dict[int, frozenset[str]] = {}
+        self._alive: list[object] = []
+        self._inside: list[tuple[Layer, nn.Module]] = []
+
+    @contextmanager
+    def following(self, model: nn.Module, inputs: object) -> Iterator[None]:
+        """Follow `model` inside the `with`."""
+        handles = []
+        for path, module in model.named_modules():
+            for name, p in module.named_parameters(recurse=False):
+                self._set(p, {f"parameter {path}.{name}"})
+            if not list(module.children()) and list(module.parameters()):
+                handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for x in leaves(inputs):
+            self._set(x, {INPUT})
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(self, output: object) -> None:
+        """Note where the outputs come from."""
+        self.outputs = self._of(output)
+
+    # ------------------------------------------------------------ layers
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, kwargs: object) -> None:
+            layer = self.layers.setdefault(path, _layer(path, module))
+            layer.origins |= self._of((args, kwargs))
+            self._inside.append((layer, module))
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        layer, _ = self._inside.pop()
+        for x in leaves(output):
+            self._set(x, {layer.path})
+
+    # ------------------------------------------------------------ operators
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._inside:
+            self._product(func, args)
+            return out
+        self.ops.add((func.name(), *_numbers(func, args, kwargs)))
+        origins = self._of((args, kwargs))
+        for x in leaves(out):
+            self._set(x, origins | self._of(x))
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            self._set(args[0], origins)
+        if len(origins) == 1 and args and isinstance(args[0], torch.Tensor):
+            self._taken_apart(func, args[0], out, next(iter(origins)))
+        return out
+
+    def _product(self, func: Any, args: Any) -> None:
+        """A module that is none of torch's: does it multiply by its weight, and which way does that lie?"""
+        layer, module = self._inside[-1]
+        weight = getattr(module, "weight", None)
+        if layer.role != "other" or weight is None or weight.ndim != 2 or func.name() not in PRODUCTS:
+            return
+        for x in leaves(args):
+            if _storage(x) == _storage(weight) and x.ndim == 2:
+                straight = x.stride() == weight.stride() and x.shape == weight.shape
+                transposed = func.name() == "aten::linear"
+                out = 1 if straight != transposed else 0
+                layer.role, layer.weight_dims = "linear", (out, 1 - out)
+                layer.outs, layer.ins = weight.shape[out], weight.shape[1 - out]
+
+    def _taken_apart(self, func: Any, x: torch.Tensor, out: Any, origin: str) -> None:
+        layer = self.layers.get(origin)
+        if layer is None or layer.role != "linear" or x.ndim == 0 or x.shape[-1] not in (layer.outs, *layer.sizes):
+            return
+        parts = [y.shape[-1] for y in leaves(out)]
+        viewed = len(parts) == 1 and isinstance(out, torch.Tensor) and out.ndim > x.ndim and out.numel() == x.numel()
+        if viewed and len(out.shape[x.ndim - 1 :]) == 2:
+            layer.unit = max(layer.unit, out.shape[-1])
+        if x.shape[-1] != layer.outs:
+            return
+        if len(parts) > 1 and sum(parts) == layer.outs:
+            layer.sizes = tuple(parts)
+        elif func.name() == "aten::slice.Tensor" and parts[0] < layer.outs and not layer.sizes:
+            layer.sizes = (parts[0],) * (layer.outs // parts[0]) if layer.outs % parts[0] == 0 else ()
+        elif viewed:
+            tail = out.shape[x.ndim - 1 :]
+            if len(tail) == 3 and tail.numel() == layer.outs and tail[0] <= 4 and not layer.sizes:
+                layer.sizes, layer.unit = (layer.outs // tail[0],) * tail[0], tail[-1]
+
+    # ------------------------------------------------------------ origins
+    def _of(self, x: object) -> frozenset[str]:
+        return frozenset().union(*(self._origins.get(_storage(t), frozenset()) for t in leaves(x)))
+
+    def _set(self, x: torch.Tensor, origins: set[str] | frozenset[str]) -> None:
+        if type(x).__name__ != "DTensor":
+            self._origins[_storage(x)] = frozenset(origins)
+            self._alive.append(x)
+
+
+def _layer(path: str, module: nn.Module) -> Layer:
+    kind = kind_of(module)
+    if isinstance(module, nn.Linear):
+        return Layer(path, "linear", module.in_features, module.out_features)
+    if isinstance(module, nn.Embedding):
+        return Layer(path, "lookup", module.num_embeddings, module.embedding_dim)
+    return Layer(path, "other", 0 if kind is None or kind.inputs is None else kind.inputs)
+
+
+def _storage(x: torch.Tensor) -> int:
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(x)
+
+
+def _numbers(func: Any, args: Any, kwargs: Any) -> Iterator[object]:
+    """The arguments that are numbers and no sizes, which the schema tells apart (SymInt)."""
+    for i, a in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(a.name)
+        if isinstance(value, (int, float, complex)) and "SymInt" not in str(a.real_type):
+            yield (a.name, value)
