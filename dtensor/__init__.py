@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtensor import tensor as _tensor
 from dtensor.api import distribute_tensor
@@ -22,6 +23,10 @@ from dtensor.rule_absent import strict_rules
 from dtensor.simulate import simulate
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
+
+if TYPE_CHECKING:
+    from dtensor.lowering import LowerError as LowerError
+    from dtensor.lowering import lower as lower
 
 _tensor.register_with_torch()
 
@@ -46,9 +51,14 @@ _unhide_packages()
 
 
 def __getattr__(name: str) -> object:
-    """`dtensor.debug` and `dtensor.experimental` load when first asked for."""
+    """`dtensor.experimental`, `dtensor.lower` and `dtensor.LowerError` load when first asked for."""
     if name == "experimental":
         return importlib.import_module(f"dtensor.{name}")
+    if name in ("lower", "LowerError"):
+        from dtensor.lowering import LowerError, lower
+
+        globals().update(lower=lower, LowerError=LowerError)
+        return globals()[name]
     raise AttributeError(f"module 'dtensor' has no attribute {name!r}")
 
 

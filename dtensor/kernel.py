@@ -13,7 +13,21 @@ from dtensor.spec import Interval, Spec
 if TYPE_CHECKING:
     from dtensor.registry import Call
 
-__all__ = ["KernelContext"]
+__all__ = ["KernelContext", "looks_at_values", "traced"]
+
+
+def looks_at_values(x: torch.Tensor) -> bool:
+    """True where a check may read `x` at once: on CPU, outside of a trace.
+
+    On accelerators that would wait for the device, and the tensors of a trace (a compiler's, `dtensor.lower`'s) have no
+    values: there a check is an assertion on the device, or in the graph.
+    """
+    return x.device.type == "cpu" and not traced(x)
+
+
+def traced(x: torch.Tensor) -> bool:
+    """True for a tensor of a trace, of which a graph is made."""
+    return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 @dataclass(slots=True)

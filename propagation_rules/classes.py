@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtensor.kernel import looks_at_values
 from dtensor.spec import Interval
 
 __all__ = ["bad_targets", "check_targets", "local_slots"]
@@ -35,13 +36,13 @@ def bad_targets(target: torch.Tensor, classes: int, ignore_index: int) -> torch.
 
 
 def check_targets(call: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """IndexError when a target names a class that does not exist (on accelerators: a failed device assertion)."""
+    """IndexError when a target names a class that does not exist (on accelerators, in graphs: a failed assertion)."""
     bad = bad_targets(target, classes, ignore_index)
     if target.device.type == "meta":
         return
-    if target.device.type == "cpu":
+    if looks_at_values(target):
         if bool(bad.any()):
             worst = int(target[bad].flatten()[0])
             raise IndexError(f"{call}: target {worst} is out of bounds for {classes} classes")
     else:
-        torch._assert_async(~bad.any())
+        torch._assert_async(~bad.any(), f"{call}: a target is out of bounds for {classes} classes")

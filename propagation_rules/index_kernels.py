@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dtensor.factors import Kernel, Rule
-from dtensor.kernel import KernelContext
+from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.registry import Call
 from dtensor.spec import Spec
 from propagation_rules.classes import local_slots
@@ -66,10 +66,10 @@ def checked(call: Call, rule: Rule) -> Rule:
 
 
 def _check(call: Call, index: torch.Tensor, dim: int, n: int) -> None:
-    """IndexError for an index out of range; on accelerators a failed device assertion."""
+    """IndexError for an index out of range; on accelerators and in graphs a failed assertion."""
     bad = (index >= n) | (index < -n)
-    if index.device.type != "cpu":
-        torch._assert_async(~bad.any())
+    if not looks_at_values(index):
+        torch._assert_async(~bad.any(), f"{call.op}: an index is out of bounds for dim {dim} of size {n}")
     elif bool(bad.any()):
         raise IndexError(f"{call.op}: index {int(index[bad][0])} is out of bounds for dim {dim} of size {n}")
 

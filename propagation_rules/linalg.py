@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtensor.factors import Dims, Kernel, Linear, Rule, linear
-from dtensor.kernel import KernelContext
+from dtensor.kernel import KernelContext, traced
 from dtensor.pattern import parse_pattern
 from dtensor.registry import Builder, Call, register
 from dtensor.spec import Spec
@@ -41,6 +41,8 @@ def plain_run(ctx: KernelContext) -> object:
 
 def _together(ctx: KernelContext) -> object:
     """The op itself; where it fails on one rank, it fails on all of the kernel's axes."""
+    if traced(ctx.inputs[0]):
+        return plain_run(ctx)
     error: Exception | None = None
     try:
         got = plain_run(ctx)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from dtensor.factors import Dims, Kernel, Linear, Rule, linear
-from dtensor.kernel import KernelContext
+from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.registry import Call, register
 from propagation_rules.classes import bad_targets, check_targets, local_slots
 
@@ -197,7 +197,9 @@ def _mean(ctx: KernelContext, sums: torch.Tensor) -> torch.Tensor:
         classes = shape[_class_dim(len(shape))]
         bad = bad_targets(target, classes, ignore).sum().to(sums.dtype)
         *parts, count = ctx.all_reduce(torch.stack([*sums, bad]), "sum")
-        if count:
+        if not looks_at_values(count):
+            torch._assert_async(count == 0, f"{ctx.call.op}: a target is out of bounds for {classes} classes")
+        elif count:
             check_targets(str(ctx.call.op), target, classes, ignore)
             raise IndexError(f"{ctx.call.op}: a target on another rank is out of bounds for {classes} classes")
         sums = torch.stack(parts)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from dtensor.factors import Kernel, Rule, linear, passes
-from dtensor.kernel import KernelContext
+from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
 from propagation_rules.classes import local_slots
@@ -64,11 +64,11 @@ def _flat_slots(ctx: KernelContext, index: torch.Tensor) -> tuple[torch.Tensor, 
     """For each global flat index the local one, 0 where it lies elsewhere, and whether it lies here."""
     spec, n = ctx.in_specs[0], ctx.in_specs[0].numel
     bad = (index >= n) | (index < -n)
-    if index.device.type == "cpu":
+    if looks_at_values(index):
         if bool(bad.any()):
             raise IndexError(f"{ctx.call.op}: index {int(index[bad][0])} is out of range for {n} elements")
     else:
-        torch._assert_async(~bad.any())
+        torch._assert_async(~bad.any(), f"{ctx.call.op}: an index is out of range for {n} elements")
     rest, flat, mine, step = torch.where(index < 0, index + n, index), torch.zeros_like(index), ~bad, 1
     for d in reversed(range(spec.ndim)):
         slot, here = local_slots(rest % spec.shape[d], ctx.intervals(0, d))

@@ -1,0 +1,369 @@
+"""Writing down what a program does to local tensors: the graph behind `dtensor.lower`.
+
+A `Recorder` is a dispatch mode. The program runs under it as ever, through autograd and the engine, on DTensors whose
+local tensors are fake ones (shapes and dtypes, no values). Every op on local tensors that results becomes a node of an
+fx graph, in the order in which it ran: those that the engine calls, those of backward, those of the optimizer. So
+the graph holds no layouts to be decided and no autograd; what the engine decided is in the nodes.
+
+    program            torch.mm(x, w)         x: f32[8@dp,16]   w: f32[16,32@tp]
+    node               aten.mm(x, w)          f32[4,16]         f32[16,16]            meta["call"]: the op on DTensors
+
+Collectives of process groups are functional ops by the name of their group, and are recorded as such. Those of
+simulated and fake ranks are methods of a communicator, and become one call of it each; so do the few of process groups
+that have no functional form.
+
+As no values exist, nothing can depend on them: a program that reads one (`item()`, an `if` on a tensor) is refused, as
+is one that draws random numbers, or uses a plain tensor that the recorder does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from dtensor import dispatch as hot
+from dtensor.comm import Communicator, Pending, received
+from dtensor.comm_c10d import C10dCommunicator
+from dtensor.comm_fake import FakeCommunicator
+from dtensor.comm_simulated import SimulatedCommunicator
+from dtensor.debug.collectives import Collective, classify
+from dtensor.dispatch_call import layouts
+from dtensor.errors import LayoutError, explain_error
+
+__all__ = ["LowerError", "Recorder", "recording_communicators"]
+
+aten = torch.ops.aten
+_SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh", "aten::_unsafe_view_alias"})
+"""Ops that give their input again, as far as values go."""
+
+
+class LowerError(LayoutError):
+    """A program that cannot be lowered."""
+
+
+def refuse(call: str, got: str, rule: str, fix: str) -> LowerError:
+    """The four-part error."""
+    return LowerError(explain_error(f"dtensor.lower: {call}", got, rule, fix))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for v in values:
+        if isinstance(v, torch.Tensor):
+            yield v
+        elif isinstance(v, (list, tuple)):
+            yield from _tensors(v)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the ops on local tensors. `fake` is the mode of the fake tensors; `graph` what was recorded.
+
+    `constants` are tensors that the program makes of Python values, by the name of their node; `storages` tell what
+    memory was written to.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+        self.graph = fx.Graph()
+        self.nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.storages: set[int] = set()
+        self.call: str | None = None
+        self.depth = 0
+
+    # ------------------------------------------------------------ tensors and nodes
+    def know(self, t: torch.Tensor, node: fx.Node) -> None:
+        """`node` computes `t`."""
+        self.nodes[id(t)] = (t, node)
+
+    def node_of(self, t: torch.Tensor) -> fx.Node:
+        """The node that computes `t`; LowerError for a tensor of elsewhere."""
+        known = self.nodes.get(id(t))
+        if known is not None:
+            return known[1]
+        if not isinstance(t, FakeTensor) and self.depth:
+            return self._constant(t)  # something that the engine keeps for its own use
+        raise refuse(
+            "a tensor that is neither an argument nor reachable from one", f"{t.dtype}{list(t.shape)}",
+            "its values would be those of the first call for ever",
+            "pass it as an argument, or make it inside the function",
+        )  # fmt: skip
+
+    def _constant(self, t: torch.Tensor) -> fx.Node:
+        name = f"constant_{len(self.constants)}"
+        with _disable_current_modes():
+            self.constants[name] = t.detach().clone()
+        node = self.graph.get_attr(name)
+        node.meta["val"] = t
+        self.know(t, node)
+        return node
+
+    def argument(self, a: Any) -> Any:
+        """`a` as an argument of a node."""
+        if isinstance(a, torch.Tensor):
+            return self.node_of(a)
+        if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):
+            return type(a)(self.argument(x) for x in a) if type(a) in (list, tuple) else [self.argument(x) for x in a]
+        if isinstance(a, dict):
+            return {k: self.argument(v) for k, v in a.items()}
+        return tuple(a) if isinstance(a, torch.Size) else a
+
+    def add(self, target: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
+        """A node that calls `target`, and that computes `out`."""
+        node = self.graph.call_function(target, self.argument(tuple(args)), self.argument(kwargs))
+        node.meta["call"], node.meta["val"] = self.call, out
+        if isinstance(out, torch.Tensor):
+            self.know(out, node)
+        elif isinstance(out, (list, tuple)):
+            import operator
+
+            for i, t in enumerate(out):
+                if isinstance(t, torch.Tensor):
+                    item = self.graph.call_function(operator.getitem, (node, i))
+                    item.meta["call"], item.meta["val"] = self.call, t
+                    self.know(t, item)
+        return node
+
+    # ------------------------------------------------------------ what runs
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t is hot._DTensor for t in types):
+            return self._on_dtensors(func, args, kwargs)
+        if any(t is not torch.Tensor and not issubclass(t, FakeTensor) for t in types):
+            return NotImplemented
+        name = func._schema.name
+        if name.startswith("profiler::"):
+            return None if not func._schema.returns else func(*args, **kwargs)
+        known = list(_tensors((*args, *kwargs.values())))
+        if _is_meta(known, kwargs):  # the engine asks for shapes
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        self._check(func, args, kwargs)
+        foreign = [t for t in known if not isinstance(t, FakeTensor)]
+        if foreign and name != "aten::lift_fresh":
+            nodes = [(t, self.node_of(t)) for t in foreign]
+            given = {id(t): self._as_fake(t, node) for t, node in nodes}
+            args, kwargs = _map(lambda a: given.get(id(a), a), args), _map(lambda a: given.get(id(a), a), kwargs)
+        out = func(*args, **kwargs)
+        if name in _SAME and known:
+            node = self._constant(known[0]) if foreign else self.node_of(known[0])
+            if foreign:
+                node.meta["val"] = out
+            self.know(out, node)
+            return out
+        written = func._schema.is_mutable
+        if written and func._schema.returns and func._schema.returns[0].alias_info is not None:
+            out = _written(func, args, kwargs, out)
+        made = list(_tensors([out]))
+        checks = not func._schema.returns  # an assertion
+        if made or written or checks:
+            if written or checks:
+                self.storages.update(t.untyped_storage()._cdata for t in _targets(func, args, kwargs))
+                node = self.graph.call_function(func, self.argument(tuple(args)), self.argument(kwargs))
+                node.meta["call"], node.meta["val"] = self.call, out
+            else:
+                node = self.add(func, args, kwargs, out)
+            moved = classify(func, args, kwargs, out)
+            if moved is not None:
+                node.meta["moved"] = moved
+        return out
+
+    def _as_fake(self, t: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        made = self.fake.from_tensor(t, static_shapes=True)
+        self.know(made, node)
+        return made
+
+    def _on_dtensors(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = [t for t in _tensors((*args, *kwargs.values())) if isinstance(t, hot._DTensor)]
+        for t in given:
+            if not isinstance(t._local_tensor, FakeTensor) and type(t._local_tensor) is torch.Tensor:
+                raise refuse(
+                    f"{func} on a DTensor that is neither an argument nor reachable from one", str(t._spec),
+                    "its values would be those of the first call for ever", "pass it, or the module that holds it",
+                )  # fmt: skip
+        self._check(func, args, kwargs)
+        outer, self.call = self.call, f"{func}: {layouts(args, kwargs)}"
+        self.depth += 1
+        try:
+            with self:
+                return hot.dispatch(func, args, kwargs)
+        finally:
+            self.call = outer
+            self.depth -= 1
+
+    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            raise refuse(
+                str(func), layouts(args, kwargs), "random numbers are drawn by the engine at every call, in no graph",
+                "draw them before the step and pass them, or use dropout(p=0) or .eval()",
+            )  # fmt: skip
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise refuse(
+                str(func), layouts(args, kwargs), "the shape of its result depends on values",
+                "keep it outside of the function that is lowered",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------ collectives that are no ops
+    def collective(self, name: str, run: Callable[..., Any], args: Sequence[Any], out: Any, moved: Collective) -> Any:
+        """Record `run(*args)`, a communicator's method; `out` is what it gives."""
+
+        def target(*given: Any) -> Any:
+            return run(*given)
+
+        target.__name__ = target.__qualname__ = name
+        target.__module__ = "communicator"
+        self.add(target, args, {}, out).meta["moved"] = moved
+        return out
+
+
+def _is_meta(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """True for a call on tensors of the meta device, or one that makes such a tensor."""
+    if tensors:
+        return all(t.device.type == "meta" and not isinstance(t, FakeTensor) for t in tensors)
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """False for an op that would drop out, told to drop nothing."""
+    params = func._schema.arguments
+    given = {a.name: a.default_value for a in params} | dict(zip((a.name for a in params), args, strict=False)) | kwargs
+    rates = [given[n] for n in ("dropout_p", "dropout") if n in given]
+    return not rates or any(r != 0 for r in rates)
+
+
+def _map(f: Callable[[Any], Any], a: Any) -> Any:
+    if isinstance(a, (list, tuple)):
+        return [_map(f, x) for x in a] if isinstance(a, list) else tuple(_map(f, x) for x in a)
+    return {k: _map(f, v) for k, v in a.items()} if isinstance(a, dict) else f(a)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+    """What an op that writes returns: the very arguments that it wrote."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    back = {
+        next(iter(a.alias_info.before_set)): given.get(a.name) for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    }  # fmt: skip
+    many = list(out) if isinstance(out, (list, tuple)) else [out]
+    found = [
+        back.get(next(iter(r.alias_info.before_set)), t) if r.alias_info is not None and r.alias_info.before_set else t
+        for r, t in zip(func._schema.returns, many, strict=False)
+    ]
+    return tuple(found) if isinstance(out, tuple) else found if isinstance(out, list) else found[0]
+
+
+def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes to."""
+    params = func._schema.arguments
+    given = dict(zip((a.name for a in params), args, strict=False)) | kwargs
+    yield from _tensors(given.get(a.name) for a in params if a.alias_info is not None and a.alias_info.is_write)
+
+
+# ------------------------------------------------------------ communicators
+_active = threading.local()
+_METHODS = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "_broadcast", "_scatter")
+_patched = 0
+_originals: list[tuple[type, str, Any]] = []
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def recording_communicators(recorder: Recorder) -> Iterator[None]:
+    """Inside, in this thread, communicators that call no functional ops tell `recorder` what they would do."""
+    global _patched
+    with _lock:
+        _patched += 1
+        if _patched == 1:
+            _patch()
+    outer, _active.recorder = getattr(_active, "recorder", None), recorder
+    try:
+        yield
+    finally:
+        _active.recorder = outer
+        with _lock:
+            _patched -= 1
+            if _patched == 0:
+                for cls, name, original in _originals:
+                    setattr(cls, name, original)
+                _originals.clear()
+
+
+def _patch() -> None:
+    _patch_store()
+    for cls in (SimulatedCommunicator, FakeCommunicator):
+        for name in _METHODS:
+            _replace(cls, name)
+    _replace(C10dCommunicator, "_scatter")
+    for name in ("_uneven_scatter",):
+        if hasattr(C10dCommunicator, name):
+            _replace(C10dCommunicator, name)
+
+
+def _patch_store() -> None:
+    """Plans made in a trace are not kept: they may hold tensors of it."""
+    store = hot.store
+    _originals.append((hot, "store", store))  # type: ignore[arg-type]
+
+    def keep(*args: Any) -> None:
+        if getattr(_active, "recorder", None) is None:
+            store(*args)
+
+    hot.store = keep  # type: ignore[assignment]
+
+
+def _replace(cls: type, name: str) -> None:
+    original = getattr(cls, name)
+    _originals.append((cls, name, original))
+
+    def method(self: Communicator, *args: Any) -> Pending[Any]:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        if recorder is None:
+            found: Pending[Any] = original(self, *args)
+            return found
+        return Pending(_recorded(recorder, self, original, name, args))
+
+    setattr(cls, name, method)
+
+
+def _recorded(recorder: Recorder, comm: Communicator, original: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """Record one call of a communicator's method, and give fake results of the right shapes."""
+    kind = name.removeprefix("_").replace("uneven_scatter", "reduce_scatter")
+    tensors = [a for a in args if isinstance(a, torch.Tensor) or (isinstance(a, (list, tuple)) and list(_tensors(a)))]
+    places = [i for i, a in enumerate(args) if any(a is t for t in tensors)]
+
+    def run(*given: Any) -> Any:
+        call = list(args)
+        for i, value in zip(places, given, strict=True):
+            call[i] = value
+        return original(comm, *call).wait()
+
+    first = next(_tensors(tensors))
+    new = lambda shape: torch.empty(tuple(shape), dtype=first.dtype, device=first.device)  # noqa: E731
+    outer_depth = recorder.depth
+    with _disable_current_modes(), recorder.fake:
+        out: Any
+        count = first.numel()
+        if kind in ("all_gather", "all_to_all"):
+            into = args[2] if kind == "all_gather" and len(args) > 2 else None
+            out = [new(s) for s in args[1]] if into is None else list(into)
+            count = received(kind, comm.size, comm.rank, args[1])
+        elif kind == "reduce_scatter":
+            out = new(args[3] if name == "_uneven_scatter" else args[0][comm.rank].shape)
+            count = received(kind, comm.size, comm.rank, [p.shape for p in args[0]])
+        elif kind == "scatter":
+            out = new(args[1].shape)
+        else:
+            out = new(first.shape)
+            count = received(kind, comm.size, comm.rank, first.numel()) if kind == "all_reduce" else count
+    recorder.depth = outer_depth
+    fx_args = [list(a) if isinstance(a, tuple) else a for a in tensors]
+    return recorder.collective(kind, run, fx_args, out, Collective(kind, comm.size, float(count), first.itemsize))

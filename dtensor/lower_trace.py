@@ -1,0 +1,357 @@
+"""One trace of a program: run it on tensors without values, note what it computed and what it left changed.
+
+A trace leaves no trace: DTensors get fake local tensors while it runs, and their own back afterwards; containers that
+the program changed (the state of an optimizer, mostly) and gradients are put back as they were. What the program did
+to them is kept as *effects*, which `Program.run` does again with real tensors at every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401 - the shapes of functional collectives
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+
+from dtensor import dispatch as hot
+from dtensor.lower_code import as_function, drop_unused
+from dtensor.lower_record import Recorder, recording_communicators, refuse
+from dtensor.lower_state import VALUES, Reach
+from dtensor.moved import MovedSpec, settled_spec
+from dtensor.spec import Spec
+
+__all__ = ["Program", "trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A DTensor that the program makes: number `at` of `Program.wrapped`."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A plain tensor: number `at` of the graph's outputs."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A DTensor that is there already: number `at` of the program's objects."""
+
+    at: int
+
+
+@dataclass
+class Template:
+    """A value with `Made`, `Value` and `Known` in the tensors' places, flattened."""
+
+    leaves: list[Any]
+    spec: Any
+
+    def fill(self, made: Sequence[Any], values: Sequence[Any], objects: Sequence[Any]) -> Any:
+        """The value, with tensors."""
+        out = []
+        for leaf in self.leaves:
+            kind = type(leaf)
+            out.append(
+                made[leaf.at] if kind is Made else values[leaf.at] if kind is Value
+                else objects[leaf.at] if kind is Known else leaf
+            )  # fmt: skip
+        return out[0] if self.spec is None else pytree.tree_unflatten(out, self.spec)
+
+
+def is_dtensor(x: object) -> bool:
+    """True for a DTensor."""
+    return isinstance(x, hot._DTensor)
+
+
+@contextlib.contextmanager
+def _compiling(reach: Reach) -> Iterator[None]:
+    """Inside, optimizers keep their step counts in tensors, as they do when a compiler looks on."""
+    groups = [g for o in reach.optimizers for g in o.param_groups if g.get("capturable") is False]
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    for g in groups:
+        g["capturable"] = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+        for g in groups:
+            g["capturable"] = False
+
+
+class Program:
+    """What one trace found. `run(objects, plain)` runs it: see `dtensor.lowering`.
+
+    Attributes:
+        graph: the fx graph, over local tensors.
+        inputs: what its placeholders take: ("local" | "grad", object) or ("plain", argument or place).
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[tuple[str, Any]] = []
+        self.used: list[tuple[str, Any]] = []
+        self.layouts: dict[str, str] = {}
+        self.wrapped: list[tuple[int, Spec]] = []
+        self.result: Template = Template([], None)
+        self.boxes: list[tuple[Any, Any, Template | None]] = []
+        self.grads: list[tuple[int, Template | None]] = []
+        self.locals: list[tuple[int, int]] = []
+        self.written: list[int] = []
+        self.plain_written: list[int] = []
+        self.function: Callable[..., tuple[Any, ...]]
+        self.graph: torch.fx.Graph
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def run(self, objects: Sequence[Any], plain: Sequence[torch.Tensor]) -> Any:
+        """Run on these DTensors and plain tensors, and do to them what the program does."""
+        given = [
+            objects[at]._local_tensor if kind == "local"
+            else plain[at] if kind == "plain" else objects[at].grad._local_tensor
+            for kind, at in self.used
+        ]  # fmt: skip
+        with torch.no_grad():
+            values = self.function(*given)
+        new, D = hot._new, hot._DTensor
+        made = [new(D, values[at], spec, requires_grad=False) for at, spec in self.wrapped]
+        if self.written:
+            torch.autograd.graph.increment_version([objects[at] for at in self.written])
+        for at, value in self.locals:
+            objects[at]._local_tensor = values[value]
+        for at, grad in self.grads:
+            objects[at].grad = None if grad is None else grad.fill(made, values, objects)
+        for box, key, template in self.boxes:
+            if template is None:
+                del box[key]
+            else:
+                box[key] = template.fill(made, values, objects)
+        return self.result.fill(made, values, objects)
+
+
+class _Tracer:
+    def __init__(self, reach: Reach, objects: Sequence[Any], plain: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        self.reach, self.objects, self.plain = reach, objects, plain
+        self.program = Program()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self.recorder = Recorder(self.fake)
+        self.values: list[torch.fx.Node] = []
+        self.made: dict[int, tuple[Any, Made]] = {}
+        self.place = {id(x): i for i, x in enumerate(objects)}
+        self.fakes: list[torch.Tensor] = []
+
+    # ------------------------------------------------------------ inputs
+    def placeholder(self, name: str, kind: str, at: Any, real: torch.Tensor, layout: str) -> torch.Tensor:
+        """A fake tensor for `real`, and the graph's input for it."""
+        made = self.fake.from_tensor(real.detach(), static_shapes=True)
+        safe = "".join(c if c.isalnum() else "_" for c in name)
+        node = self.recorder.graph.placeholder(safe if safe[:1].isalpha() else f"v_{safe}")
+        node.meta["val"] = made
+        self.recorder.know(made, node)
+        self.program.inputs.append((kind, at))
+        self.program.layouts[node.name] = layout
+        return made
+
+    # ------------------------------------------------------------ results
+    def value(self, t: torch.Tensor) -> int:
+        """The number of `t` among the graph's outputs."""
+        if type(t).__name__ == "AsyncCollectiveTensor":
+            t = t.wait()  # type: ignore[attr-defined]
+        node = self.recorder.node_of(t)
+        if node not in self.values:
+            self.values.append(node)
+        return self.values.index(node)
+
+    def leaf(self, x: Any, what: str) -> Any:
+        """`x` with a number in the place of a tensor."""
+        if is_dtensor(x):
+            if id(x) in self.place:
+                return Known(self.place[id(x)])
+            if id(x) not in self.made:
+                spec = settled_spec(x, "lower")
+                self.made[id(x)] = (x, Made(len(self.program.wrapped)))
+                self.program.wrapped.append((self.value(x._local_tensor), spec))
+            return self.made[id(x)][1]
+        if isinstance(x, torch.Tensor):
+            return Value(self.value(x))
+        if isinstance(x, (torch.nn.Module, torch.optim.Optimizer)) or callable(x):
+            raise refuse(what, repr(x)[:80], "a lowered program gives tensors and numbers", "return those")
+        return x
+
+    def template(self, x: Any, what: str) -> Template:
+        """`x` as a template."""
+        if isinstance(x, torch.Tensor) or isinstance(x, VALUES):
+            return Template([self.leaf(x, what)], None)
+        leaves, spec = pytree.tree_flatten(x)
+        return Template([self.leaf(v, what) for v in leaves], spec)
+
+
+def trace(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], reach: Reach, objects: Sequence[Any],
+    plain: Sequence[tuple[Any, torch.Tensor]], names: Sequence[str], plain_names: Sequence[str],
+) -> Program:  # fmt: skip
+    """Trace `fn(*args, **kwargs)`.
+
+    `objects`: every DTensor that it may use; `plain`: every plain tensor and the place that holds it, or None for
+    arguments, which are taken out of `args` and `kwargs` by identity. `names`, `plain_names`: what to call them.
+    """
+    t = _Tracer(reach, objects, plain)
+    before = [(box, dict(box) if isinstance(box, dict) else list(box)) for box in reach.boxes]
+    local = [(x, x._local_tensor, x.grad if x.is_leaf else None) for x in objects]
+    own_grads = [(g, g._local_tensor) for _, _, g in local if g is not None]
+    replaced: dict[int, torch.Tensor] = {}
+    try:
+        for i, (x, real, grad) in enumerate(local):
+            _check_object(x, grad, names[i])
+            fake = t.placeholder(names[i], "local", i, real, str(x._spec))
+            t.fakes.append(fake)
+            if grad is not None:
+                t.placeholder(f"{names[i]}_grad", "grad", i, grad._local_tensor, str(grad._spec))
+        for i, (_, real) in enumerate(plain):
+            if real.requires_grad:
+                raise refuse(
+                    f"{plain_names[i]}, a plain tensor that requires grad", str(list(real.shape)),
+                    "its gradient would be lost", "distribute it: distribute_tensor(x, mesh, [Replicate()])",
+                )  # fmt: skip
+            replaced[id(real)] = t.placeholder(plain_names[i], "plain", i, real, "plain")
+        at = iter(t.recorder.nodes.values())
+        for x, _, grad in local:
+            x._local_tensor = next(at)[0]
+            if grad is not None:
+                grad._local_tensor = next(at)[0]
+        for place, real in plain:
+            if place is not None:
+                place[0][place[1]] = replaced[id(real)]
+        swap = lambda a: replaced.get(id(a), a)  # noqa: E731
+        args, kwargs = pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
+        with _compiling(reach):
+            start = [(box, dict(box) if isinstance(box, dict) else list(box)) for box, _ in before]
+            own = [(x, x._local_tensor, grad, None if grad is None else grad._local_tensor) for x, _, grad in local]
+            with recording_communicators(t.recorder), t.fake, t.recorder:
+                result = _call(fn, args, kwargs)
+                _finish(t, result, start, own)
+    finally:
+        for box, old in before:
+            if isinstance(box, dict):
+                if isinstance(old, dict) and (len(box) != len(old) or any(box.get(k) is not v for k, v in old.items())):
+                    box.clear()
+                    box.update(old)
+            else:
+                box[:] = old
+        for place, real in plain:
+            if place is not None:
+                place[0][place[1]] = real
+        for g, real in own_grads:
+            g._local_tensor = real
+        for x, real, grad in local:
+            x._local_tensor = real
+            if x.is_leaf and x.grad is not grad:
+                x.grad = grad
+    return t.program
+
+
+def _check_object(x: Any, grad: Any, name: str) -> None:
+    spec = x._spec
+    if isinstance(spec, MovedSpec):
+        raise refuse(
+            f"{name}, a view that had to move data", str(spec), "it is a copy that follows its base", "clone it"
+        )
+    if not x.is_leaf and torch.is_grad_enabled():
+        raise refuse(
+            f"{name}, the result of ops that autograd recorded", str(spec),
+            "a backward inside the program would go on outside of it", "pass x.detach().requires_grad_()",
+        )  # fmt: skip
+    if grad is not None and not is_dtensor(grad):
+        raise refuse(
+            f"the gradient of {name}", f"a plain tensor for {spec}", "it must be a DTensor", "set x.grad = None"
+        )
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise refuse(
+            "a program that looks at values", str(e), "a lowered program runs the same ops whatever the values are",
+            "keep item(), float(), tolist() and `if` on tensors outside of the function, or return the tensor",
+        ) from e  # fmt: skip
+
+
+def _finish(
+    t: _Tracer, result: Any, start: Sequence[tuple[Any, Any]], own: Sequence[tuple[Any, Any, Any, Any]]
+) -> None:
+    p, recorder = t.program, t.recorder
+    p.result = t.template(result, "the result")
+    for i, (x, fake, grad, fake_grad) in enumerate(own):
+        if x._local_tensor is not fake:
+            if isinstance(x._spec, MovedSpec) or x._spec.local_shape != fake.shape:
+                raise refuse(
+                    "a program that changes an input's layout or shape", str(x._spec), "inputs keep theirs", ""
+                )
+            p.locals.append((i, t.value(x._local_tensor)))
+        now = x.grad if x.is_leaf else None
+        if now is not grad:
+            p.grads.append((i, None if now is None else t.template(now, "a gradient")))
+        elif grad is not None and grad._local_tensor is not fake_grad:
+            raise refuse("a program that gives a gradient other memory", str(grad._spec), "gradients keep theirs", "")
+    for box, old in start:
+        _changes(t, box, old)
+    outputs = tuple(t.values)
+    recorder.graph.output(outputs)
+    _own_constants(recorder)
+    drop_unused(recorder.graph)
+    for i, (_, fake, _, _) in enumerate(own):
+        if fake.untyped_storage()._cdata in recorder.storages:
+            p.written.append(i)
+    p.graph, p.constants = recorder.graph, recorder.constants
+    users = [bool(n.users) for n in p.graph.nodes if n.op == "placeholder"]
+    p.used = [i for i, u in zip(p.inputs, users, strict=True) if u]
+    p.function = as_function(p.graph, p.constants)
+
+
+def _changes(t: _Tracer, box: Any, old: Any) -> None:
+    """Effects of the program on one container."""
+    if isinstance(box, list):
+        if len(box) != len(old):
+            raise refuse("a program that makes a list longer or shorter", repr(old)[:80], "lists keep their length", "")
+        pairs = [(i, old[i], box[i]) for i in range(len(box))]
+    else:
+        pairs = [(k, old.get(k, _GONE), box.get(k, _GONE)) for k in {**old, **box}]
+    for key, was, now in pairs:
+        if now is was or (isinstance(now, VALUES) and type(now) is type(was) and now == was):
+            continue
+        if now is _GONE:
+            t.program.boxes.append((box, key, None))
+            continue
+        if isinstance(was, VALUES) and isinstance(now, VALUES) and was is not _GONE:
+            raise refuse(
+                f"a program that changes the Python value {key!r}", f"{was!r}, then {now!r}",
+                "only tensors change inside a lowered program", "change it outside, or make it a tensor",
+            )  # fmt: skip
+        t.program.boxes.append((box, key, t.template(now, f"what is kept under {str(key)[:40]!r}")))
+
+
+_GONE: Any = object()
+
+
+def _own_constants(recorder: Recorder) -> None:
+    """Constants that the program writes to are copied first."""
+    for node in list(recorder.graph.nodes):
+        if node.op == "get_attr" and node.meta["val"].untyped_storage()._cdata in recorder.storages:
+            users = list(node.users)
+            with recorder.graph.inserting_after(node):
+                copy = recorder.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            for u in users:
+                u.replace_input_with(node, copy)

@@ -1,0 +1,310 @@
+"""`dtensor.lower`: the numbers of eager steps and of one process, nothing stale, clear refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gloo_ranks import run_ranks
+from torch import nn
+from torch.testing import assert_close
+
+import dtensor
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
+from dtensor.lowering import LowerError
+
+R = Replicate()
+
+
+def on(mesh_shape: tuple[int, ...], f: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `f(mesh, *args)` on simulated ranks."""
+    n = 1
+    for k in mesh_shape:
+        n *= k
+    return simulate(n)(lambda: f(init_device_mesh("cpu", mesh_shape), *args))
+
+
+def full(t: torch.Tensor) -> torch.Tensor:
+    t = t.detach()
+    return t.full_tensor() if isinstance(t, DTensor) else t.clone()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+}
+
+
+class Net(nn.Module):
+    """Embedding split by rows, two matmuls, a norm, tied nothing; `make` lays out the parameters."""
+
+    def __init__(self, make: Callable[[torch.Tensor, list[Any]], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layouts = {
+            "table": [R, Shard(0)],
+            "up": [Shard(0), Shard(1)],
+            "down": [R, Shard(0)],
+            "gain": [R, R],
+            "bias": [R, R],
+        }
+        shapes = {"table": (7, 5), "up": (5, 9), "down": (9, 7), "gain": (5,), "bias": (7,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(make(torch.randn(shape) * 0.4, layouts[name])))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = F.layer_norm(F.embedding(tokens, self.table), (5,), self.gain)
+        return F.gelu(h @ self.up) @ self.down + self.bias
+
+
+def train(make: Callable[..., Any], kind: str, lowered: bool, steps: int = 5) -> tuple[list[torch.Tensor], Any]:
+    net = Net(make)
+    opt = OPTIMIZERS[kind](list(net.parameters()))
+
+    def step(net: Net, opt: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(net(tokens), tokens)
+        loss.backward()
+        opt.step()
+        return loss
+
+    run: Any = step
+    torch.manual_seed(4)
+    batches = [make(torch.randint(0, 7, (6,)), [Shard(0), R]) for _ in range(steps)]
+    if lowered:
+        before = [full(p) for p in net.parameters()]
+        run = dtensor.lower(step, net, opt, batches[0])
+        assert all(torch.equal(full(p), b) for p, b in zip(net.parameters(), before, strict=True))
+        assert not opt.state and all(p.grad is None for p in net.parameters())
+    found = [full(run(net, opt, b)) for b in batches]
+    return found + [full(p) for p in net.parameters()], run
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_are_those_of_eager_and_of_one_process(kind: str) -> None:
+    expected, _ = train(lambda t, _: t, kind, False)
+
+    def f(mesh: Any) -> None:
+        make = lambda t, layout: distribute_tensor(t, mesh, layout)  # noqa: E731
+        eager, _ = train(make, kind, False)
+        got, run = train(make, kind, True)
+        for a, b, c in zip(got, eager, expected, strict=True):
+            assert_close(a, b)
+            assert_close(a, c)
+        assert run.programs == 2  # the first step makes the optimizer's state
+
+    on((2, 2), f)
+    on((2, 3), f)
+
+
+def test_gradients_accumulate_and_stay() -> None:
+    """`.grad` after a call is what eager leaves, pending sums included."""
+
+    def f(mesh: Any) -> None:
+        w = [distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [R]).requires_grad_() for _ in range(2)]
+        xs = [distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)]) for _ in range(3)]
+
+        def step(w: DTensor, x: DTensor) -> None:
+            (x @ w).square().sum().backward()
+
+        run = dtensor.lower(step, w[1], xs[0])
+        for x in xs:
+            step(w[0], x)
+            run(w[1], x)
+            assert w[0].grad is not None and w[1].grad is not None
+            assert w[0].grad.placements == w[1].grad.placements == (Partial(),)
+            assert_close(w[1].grad.full_tensor(), w[0].grad.full_tensor())
+
+    on((2,), f)
+
+
+def test_another_call_is_another_program() -> None:
+    """Layouts, shapes, dtypes, requires_grad, grad mode, meshes, numbers, what is reachable."""
+
+    def f(mesh: Any) -> None:
+        config = {"scale": 2.0}
+        net = nn.Dropout(0.5).eval()
+
+        def step(x: DTensor, power: int = 2) -> DTensor:
+            return net(x) ** power * config["scale"]
+
+        plain = torch.arange(12.0).view(6, 2)
+        make = lambda layout, t=plain, m=mesh: distribute_tensor(t, m, [layout])  # noqa: E731
+        run = dtensor.lower(step, make(Shard(0)))
+        count = 1
+
+        def check(x: DTensor, *args: Any, new: bool = True) -> None:
+            nonlocal count
+            count += new
+            got, eager = run(x, *args), step(x, *args)
+            assert got.placements == eager.placements and got.dtype == eager.dtype and got.shape == eager.shape
+            assert_close(got.full_tensor(), eager.full_tensor())
+            assert run.programs == count
+
+        check(make(Shard(0)), new=False)
+        check(make(Shard(1)))
+        check(make(R))
+        check(make(Shard(0)), new=False)
+        check(make(Shard(0), plain[:5]))
+        check(make(Shard(0), plain.double()))
+        check(make(Shard(0), plain.t()))
+        check(make(Shard(0)), 3)
+        check(make(Shard(0)).requires_grad_())
+        with torch.no_grad():
+            check(make(Shard(0)))
+        config["scale"] = 3.0
+        check(make(Shard(0)))
+        other = dtensor.DeviceMesh("cpu", [0, 1], mesh_dim_names=("x",))
+        check(make(Shard(0), m=other))
+        net.train()
+        with pytest.raises(LowerError, match="random"):
+            run(make(Shard(0)))
+
+    on((2,), f)
+
+
+def test_learning_rates_and_new_parameters_are_seen() -> None:
+    def f(mesh: Any) -> None:
+        nets = [nn.Linear(3, 2, bias=False) for _ in range(2)]
+        torch.manual_seed(1)
+        for net in nets:
+            net.weight = nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]))
+        opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        x = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)])
+
+        def step(net: nn.Linear, opt: torch.optim.Optimizer, x: DTensor) -> DTensor:
+            opt.zero_grad()
+            loss = net(x).square().sum()
+            loss.backward()
+            opt.step()
+            return loss
+
+        run = dtensor.lower(step, nets[1], opts[1], x)
+        for i in range(4):
+            for net, opt in zip(nets, opts, strict=True):
+                opt.param_groups[0]["lr"] = 0.1 if i < 2 else 0.02
+                if i == 3:
+                    net.weight = nn.Parameter(distribute_tensor(torch.full((2, 3), 0.5), mesh, [Shard(0)]))
+                    opt.param_groups[0]["params"] = [net.weight]
+            assert_close(full(run(nets[1], opts[1], x)), full(step(nets[0], opts[0], x)))
+            assert_close(full(nets[1].weight), full(nets[0].weight))
+
+    on((2,), f)
+
+
+def test_results_and_writes() -> None:
+    """Containers, plain tensors, inputs that are returned, what is written, constants that are written."""
+
+    def f(mesh: Any) -> None:
+        def step(x: DTensor, y: torch.Tensor) -> dict[str, Any]:
+            x.mul_(2)
+            counts = torch.tensor([1.0, 2.0])
+            counts.add_(1)
+            local = x.to_local() + y
+            return {"same": x, "sum": x.sum(0), "parts": [local, counts], "number": 7}
+
+        made = [distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)]) for _ in range(2)]
+        y = torch.full((2,), float(mesh.get_rank()))
+        run = dtensor.lower(step, made[1], y)
+        for _ in range(3):
+            want, got = step(made[0], y), run(made[1], y)
+            assert got["same"] is made[1] and got["number"] == 7
+            assert_close(full(got["sum"]), full(want["sum"]))
+            assert_close(got["parts"], want["parts"])
+            assert_close(full(made[1]), full(made[0]))
+        assert made[1]._version >= 3
+        assert run.programs == 1
+
+    on((3,), f)
+
+
+def start_fake_world() -> dtensor.DeviceMesh:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def test_the_graph_can_be_read_and_run() -> None:
+    mesh = start_fake_world()
+    x = DTensor.from_local(torch.randn(4, 6), mesh, [Shard(0), Shard(1)])
+    w = DTensor.from_local(torch.randn(6, 5), mesh, [R, Shard(0)]).requires_grad_()
+
+    def step(x: DTensor, w: DTensor) -> DTensor:
+        loss = (x @ w).redistribute(placements=[Shard(0), R]).relu().sum()
+        loss.backward()
+        return loss
+
+    run = dtensor.lower(step, x, w)
+    text = str(run)
+    assert "x: f32[8@dp,12@tp]" in text and "f32[4,6] 96 B" in text
+    assert "# aten.mm.default: f32[8@dp,12@tp], f32[12@tp,5]" in text
+    assert "1 all_reduce (80 B)" in text and "gives f32[]{P:dp}" in text
+    assert run.collectives == {"all_reduce": (1, 80)}
+    graph = run.graph_module
+    group = mesh.get_group("tp").group_name
+    assert f"torch.ops._c10d_functional.all_reduce.default(mm_default, 'sum', '{group}')" in graph.code
+    loss, grad = graph(x.to_local(), w.to_local().detach())
+    assert_close(loss, run(x, w).to_local())
+    assert w.grad is not None
+    assert_close(grad, w.grad.to_local())
+
+
+def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
+    mesh = start_fake_world()
+    make = lambda: DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), R])  # noqa: E731
+    x, hidden = make(), [make()]
+    calls = {"n": 0}
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR
+    secret: Any = scheduler.__new__(scheduler)  # an object of torch's is not looked into
+    secret.x, secret.t, number = hidden[0], torch.ones(3), {"n": torch.ones(3)}
+
+    def count(x: DTensor) -> DTensor:
+        calls["n"] += 1
+        return x * 2
+
+    Refused = tuple[str, Callable[[Any], Any], Any]
+    cases: list[Refused] = [
+        ("looks at values", lambda x: x.sum().item(), x),
+        ("looks at values", lambda x: x if x.sum() > 0 else -x, x),
+        ("looks at values", lambda x: x.tolist(), x),
+        ("random numbers", lambda x: F.dropout(x, 0.5), x),
+        ("random numbers", lambda x: torch.rand_like(x), x),
+        ("random numbers", lambda x: x.to_local() + torch.randn(2, 3), x),
+        ("depends on values", lambda x: torch.nonzero(x), x),
+        ("neither an argument", lambda x: x + secret.x, x),
+        ("neither an argument", lambda x: x.to_local() + secret.t, x),
+        ("Python value 'n'", count, x),
+        ("autograd recorded", lambda x: x * 2, make().requires_grad_() * 2),
+        ("requires grad", lambda x: x * 2, torch.ones(2, requires_grad=True)),
+        ("had to move data", lambda x: x * 2, DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0), R])[1:6]),
+    ]
+    for message, f, given in cases:
+        with pytest.raises(LowerError, match=message):
+            dtensor.lower(f, given)
+        assert type(x._local_tensor) is torch.Tensor
+    assert calls == {"n": 0} and torch.equal(x.to_local(), torch.ones(2, 3))
+    assert_close(dtensor.lower(lambda x: x.to_local() + number["n"], x)(x), torch.full((2, 3), 2.0))
+    assert torch.compiler.is_compiling() is False
+    assert_close((x + hidden[0]).to_local(), torch.full((2, 3), 2.0))  # no cached plan has kept a tensor of a trace
+
+
+def case_block(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    make = lambda t, layout: distribute_tensor(t, mesh, layout)  # noqa: E731
+    expected, _ = train(lambda t, _: t, "adam", False, 3)
+    got, run = train(make, "adam", True, 3)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b)
+    assert run.programs == 2
+
+
+@pytest.mark.processes
+def test_on_processes() -> None:
+    run_ranks(4, [case_block]).check()
