@@ -112,10 +112,14 @@ class Llama(nn.Module):
                 last = name.endswith(("wo.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.04 / (2 * config.layers) ** 0.5 if last else 0.04)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens[b, t] to logits[b, t, v]."""
+    def features(self, tokens: Tensor) -> Tensor:
+        """tokens[b, t] to what the last layer takes, [b, t, d]."""
         rotary = self.rotary[:, : tokens.shape[1]]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, rotary)
-        return self.logits(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens[b, t] to logits[b, t, v]."""
+        return self.logits(self.features(tokens))

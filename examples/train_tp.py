@@ -4,6 +4,7 @@
     python examples/train_tp.py --mesh 2,2                   2-way data parallel x 2-way tensor parallel
     python examples/train_tp.py --simulated                  the same ranks inside one process
     python examples/train_tp.py --compare                    also the same program on torch's own DTensor
+    python examples/train_tp.py --fused-loss                 the last layer and the loss in one: logits are never made
     torchrun --nproc-per-node 4 examples/train_tp.py --device cuda
 
 The text is what every Python carries: the topics of its built-in help, read as bytes. The model is trained
@@ -66,6 +67,7 @@ def engine(name: str) -> SimpleNamespace:
         SequenceParallel=parallel.SequenceParallel,
         PrepareModuleInput=parallel.PrepareModuleInput,
         loss_parallel=loss.loss_parallel,
+        linear_cross_entropy=getattr(loss, "linear_cross_entropy", None),
     )
 
 
@@ -112,6 +114,7 @@ class Job:
     device: str = "cpu"
     dtype: str = "float32"
     sample: int = 120
+    fused_loss: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
@@ -182,11 +185,18 @@ def train(job: Job, mesh: Any = None, e: SimpleNamespace | None = None, progress
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=job.rate, betas=(0.9, 0.95), weight_decay=0.1)
 
+    # Only over ranks, and only where the engine has it: the run in one process is what it is compared with.
+    fused = e.linear_cross_entropy if job.fused_loss and e is not None else None
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        if fused is not None:  # the last layer's logits are made and dropped piece by piece
+            return fused(model.features(tokens), model.logits.weight, targets)
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
     def step(tokens: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
         with loss_context():  # the softmax over classes that are spread over the ranks
-            logits = model(tokens[rows])
-            loss = F.cross_entropy(logits.flatten(0, 1), targets[rows].flatten())
+            loss = loss_of(tokens[rows], targets[rows])
             loss.backward()
         value = full(loss.detach()).clone()
         if dp is not None:
@@ -314,6 +324,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Job]:
     parser.add_argument("--batch", type=int, default=8, help="windows of text in a step, over all ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=120, help="bytes of text to generate")
+    parser.add_argument("--fused-loss", action="store_true", help="over ranks, the last layer and the loss in one")
     parser.add_argument("--text", metavar="FILE", help="train on this file (default: Python's help topics)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(argv)
@@ -362,6 +373,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Job]:
         device=options.device,
         dtype=options.dtype,
         sample=options.sample,
+        fused_loss=options.fused_loss,
         model=model,
     )
 

@@ -73,6 +73,20 @@ def test_float64_leaves_no_difference_to_rounding(tmp_path: Path) -> None:
         assert rank["losses"] == pytest.approx(figures["single"][0]["losses"], abs=1e-12)
 
 
+def test_fused_loss_computes_the_same() -> None:
+    jobs = [
+        train_tp.Job(text=train_tp.read_text(None), mesh=(1, 2), steps=2, batch=2, sample=0, fused_loss=fused)
+        for fused in (True, False)
+    ]
+    fused, apart = (train_tp.simulated(job) for job in jobs)
+    for rank, other in zip(fused, apart, strict=True):
+        assert rank.losses == pytest.approx(other.losses, abs=1e-6)
+        assert {kind: calls for kind, (calls, _) in rank.traffic.items()} == {
+            kind: calls for kind, (calls, _) in other.traffic.items()
+        }
+    assert train_tp.parse(["--fused-loss"])[1].fused_loss
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
