@@ -64,13 +64,15 @@ class Spread:
 FAILED = Spread(math.inf, math.inf, math.inf)
 
 
-def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int, loops: int) -> dict[str, Spread]:
+def in_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, loops: int, warmup: int = 20
+) -> dict[str, Spread]:
     """Seconds a call takes, by name: `rounds` turns of `loops` calls each, the order reversed every turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     working = {}
     for name, call in calls.items():
         try:
-            for _ in range(20):
+            for _ in range(warmup):
                 call()
             working[name] = call
         except Exception:  # noqa: BLE001 - a benchmark shows what fails and goes on
