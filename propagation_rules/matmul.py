@@ -50,7 +50,7 @@ class plus:  # noqa: N801 - used as a function
         )
         return Rule(
             (addend, *ins), outs, sizes, whole, frozenset(names[n] for n in self.nonempty), addends=frozenset({0}),
-            linear=_sound(call, present_groups(self.linear, call)),
+            linear=_sound(call, present_groups(self.linear, call)), bind=whole_scales(call),
         )  # fmt: skip
 
     @property
@@ -102,6 +102,26 @@ def linear(call: Call) -> Rule:
     return product("... k, n k, n -> ... n", "0+2|1+2", (2,))(call)
 
 
+def whole_scales(call: Call) -> Callable[..., Callable[..., object] | None] | None:
+    """How a product scaled by `beta` and `alpha` runs on tensors of whole numbers.
+
+    torch makes whole numbers of the two, but where nothing is contracted it refuses fractions, and a shard may be
+    empty although the tensor is not.
+    """
+    if "alpha" not in call.arguments or not is_whole(call.inputs[0].dtype):
+        return None
+
+    def run(*args: object, beta: float = 1, alpha: float = 1, **named: object) -> object:
+        return call.op(*args, beta=int(beta), alpha=int(alpha), **named)
+
+    return lambda ins, outs: run if any(map(is_empty_shard, ins[1:])) else None
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    """True for dtypes of whole numbers."""
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
 def addmv(call: Call) -> Rule:
     """As `addmm`; but without rows or columns torch gives an addend of one element back as it is."""
     rule = plus("m k, k -> m", linear="0+1|0+2")(call)
@@ -113,6 +133,7 @@ def addmv(call: Call) -> Rule:
             return None
 
         def run(x: torch.Tensor, *_: object, beta: float = 1, **__: object) -> torch.Tensor:
+            beta = int(beta) if is_whole(x.dtype) else beta
             scaled = x * beta if beta else torch.zeros_like(x)
             return x.copy_(scaled) if inplace else scaled.expand(out.local_shape).to(out.dtype, copy=True)
 

@@ -72,8 +72,9 @@ def _pending_part(t: torch.Tensor, op: str, k: int, r: int, seed: int) -> torch.
             away, low = 2 * off if op == "max" else -2 * off, -math.inf if op == "max" else 0.0
             mine = t
             t = torch.where(t.isnan(), away, t.nan_to_num(0.0, math.inf if op == "min" else 0.0, low))
-        else:
-            mine = t
+        else:  # nothing lies further off than the smallest and the largest number
+            mine, ends = t, torch.iinfo(t.dtype)
+            off = torch.minimum(off, (t.clamp(max=-8) - ends.min if op == "max" else ends.max - t.clamp(min=8)))
         return torch.where(winner == r, mine, t - off if op == "max" else t + off)
     if op == "product":
         factors = [torch.where(n > 0, 2.0, -0.5).to(t.dtype) for n in noise]

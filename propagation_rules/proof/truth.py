@@ -272,7 +272,10 @@ class _Given:
             listed = listed[:first] + random.Random(0).sample(listed[first:], limit - first)
         seen = {str(d) for d in listed}
         for layouts in self._pending_layouts(given.inputs, limit // 2):
-            actual, rule = self._rule(layouts)
+            try:
+                actual, rule = self._rule(layouts)
+            except LayoutError:  # refused clearly
+                continue
             if rule is None:
                 continue
             d = decide(self.info.name, rule, actual.inputs, self.outs, self.mesh, keep)
