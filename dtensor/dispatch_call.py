@@ -12,9 +12,10 @@ import torch._meta_registrations
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import Op, OpInfo
+from dtensor.dispatch_shapes import known_metas
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.placement import Replicate
-from dtensor.registry import Call, flat_inputs
+from dtensor.registry import Call, flat_inputs, op_name
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
@@ -128,6 +129,10 @@ def output_metas(
 
     The op runs on meta tensors of the global shapes, so its own shape errors reach the user as they are.
     """
+
+    known = known_metas(op_name(func), args, kwargs)
+    if known is not None:
+        return known
 
     def meta(a: Any) -> Any:
         if is_dtensor(a):
