@@ -146,6 +146,11 @@ LocalPart = Callable[[Sequence[Spec], Sequence[Spec | None]], "Callable[[KernelC
 """(input specs, output specs) -> what computes this rank's outputs in the op's place; None: the op itself."""
 
 
+Owes = Callable[[int, Choice], "tuple[str, int, int] | None"]
+"""(mesh axis, strategy on it) -> what the results will need: a collective of the cost model, the elements that it is
+given, and how many times that counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What one call of an op means. See the module's text.
@@ -165,6 +170,7 @@ class Rule:
             shard, which is its sum divided by the global count.
         rows: complete strategies given as placements (outputs, inputs), for rules written as tables.
         stays: inputs that no strategy moves, as the local part copes with any layout of theirs.
+        owes: what a strategy will cost later, where it is known what the results are wanted for; counted in its price.
     """
 
     inputs: tuple[Dims, ...]
@@ -181,6 +187,7 @@ class Rule:
     local: LocalPart | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
     stays: frozenset[int] = frozenset()
+    owes: Owes | None = None
 
     def choices(self, pending: Iterable[str], splits: Iterable[tuple[int, int]] = ()) -> tuple[Choice, ...]:
         """The strategies of one axis, in a fixed order.

@@ -154,7 +154,7 @@ def _search(
             grown = _extend(rule, prefix, choice, k, inputs)
             if grown is None or not _legal(grown, inputs, axis, keep):
                 continue
-            extra, moves = _step_cost(model, inputs, sizes, grown, axis, mesh, choice)
+            extra, moves = _step_cost(model, rule, inputs, sizes, grown, axis, mesh, choice)
             heapq.heappush(queue, (cost + extra, moved + moves, -(axis + 1), next(order), grown))
 
 
@@ -168,6 +168,8 @@ def _unmoved(
     for axis, k in enumerate(mesh.shape):
         for choice in choices:
             if choice.kernel is not None and choice.kernel.collectives:
+                continue
+            if rule.owes is not None and rule.owes(axis, choice) is not None:
                 continue
             if not all(
                 _want(prefix.state, dims, w, choice.split, s.placements[axis]) is s.placements[axis]
@@ -243,8 +245,8 @@ def _legal(prefix: _Prefix, inputs: Sequence[Spec], axis: int, keep: Keep) -> bo
 
 
 def _step_cost(
-    model: CostModel, inputs: Sequence[Spec], sizes: Sequence[int], prefix: _Prefix, axis: int, mesh: DeviceMesh,
-    choice: Choice,
+    model: CostModel, rule: Rule, inputs: Sequence[Spec], sizes: Sequence[int], prefix: _Prefix, axis: int,
+    mesh: DeviceMesh, choice: Choice,
 ) -> tuple[float, int]:  # fmt: skip
     """Seconds to bring the inputs, on this axis, into the prefix's layout, and how many inputs change."""
     cost, moves, k = 0.0, 0, mesh.shape[axis]
@@ -253,8 +255,11 @@ def _step_cost(
             moves += 1
             if k > 1:
                 cost += axis_cost(model, spec, want, axis, nbytes)
+    width = inputs[0].dtype.itemsize if inputs else 4
+    due = rule.owes(axis, choice) if rule.owes is not None and k > 1 else None
+    if due is not None:
+        cost += due[2] * getattr(model, due[0])(k, due[1] * width, (axis,))
     if choice.kernel is not None and k > 1 and choice.kernel.collectives:
-        width = inputs[0].dtype.itemsize if inputs else 4
         send: Callable[[int, float], float] = getattr(model, choice.kernel.moves)
         before = math.prod(
             n for n, c in zip(mesh.shape, prefix.choices[:-1], strict=False) if c.kernel is choice.kernel

@@ -8,8 +8,15 @@ be used, reduced and differentiated like any other, any number of times.
 
 The gradient of the table can be made shard by shard too: a rank adds up the rows that it holds. But the gradient
 op does not see the table, only its number of rows; from its inputs alone the whole gradient and a sharded one
-cost the same. So the forward rule notes which layouts of tables of a shape it has met, and the kernel is priced
-as free where they were all sharded, and as a gather where they were not.
+cost the same. So the forward rule notes which layouts of tables of a shape it has met, and a strategy whose gradient
+would have to move again to lie like them is priced with that move. So the kernel is free where all were cut
+by rows and costs a gather where they were not, and a rank makes no gradient of the whole table where another way is
+cheaper:
+
+    table 8@tp of [v, d], gradient of the output cut by rows of the batch, b of them
+    as it comes     a whole [v, d] on every rank, pending, then a reduce-scatter      v*d*(k-1)/k received
+    cut by width    all-to-all to cut d, the gradient cut by d, all-to-all to cut v   (b*d + v*d)/k*(k-1)/k
+    kernel for v    the output's gradient is gathered                                 b*d*(k-1)/k
 """
 
 from __future__ import annotations
@@ -19,9 +26,9 @@ import weakref
 import torch
 
 from dtensor.device_mesh import DeviceMesh
-from dtensor.factors import Dims, Kernel, Rule, linear, passes
+from dtensor.factors import Choice, Dims, Kernel, Rule, linear, passes
 from dtensor.kernel import KernelContext, looks_at_values
-from dtensor.placement import Placement, Replicate
+from dtensor.placement import Partial, Placement, Shard
 from dtensor.registry import Call, register
 from dtensor.spec import Interval, Spec
 
@@ -35,10 +42,17 @@ def _note_table(spec: Spec) -> None:
     _tables.setdefault(spec.mesh, {}).setdefault((spec.shape[0], spec.shape[1]), set()).add(spec.placements)
 
 
-def rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], replicated: list[int]) -> bool:
-    """True when every known table of this shape is cut by rows on the axes `replicated`."""
+def rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], axes: list[int]) -> bool:
+    """True when every known table of this shape is cut by rows on all of `axes`."""
     known = _tables.get(mesh, {}).get(shape, set())
-    return bool(known) and all(p[a].is_shard(0) for p in known for a in replicated)
+    return bool(known) and all(p[a].is_shard(0) for p in known for a in axes)
+
+
+def known_cut(mesh: DeviceMesh, shape: tuple[int, int], axis: int) -> Shard | None:
+    """How every known table of this shape is cut on `axis`; None where they differ, or are not cut there."""
+    known = {p[axis] for p in _tables.get(mesh, {}).get(shape, set())}
+    found = known.pop() if len(known) == 1 else None
+    return found if isinstance(found, Shard) else None
 
 
 def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,19 +118,28 @@ def embedding_backward(call: Call) -> Rule:
     rows: Dims = tuple((i,) for i in range(n))
     v, d = n, n + 1
     shape = (int(call["num_weights"]), grad.shape[-1])
-    idle = [
-        a for a in range(grad.mesh.ndim)
-        if isinstance(grad.placements[a], Replicate) and isinstance(indices.placements[a], Replicate)
-    ]  # fmt: skip
-    free = rows_are_cut(grad.mesh, shape, idle)
-    kernel = Kernel(
-        "embedding gradient", frozenset({v}), ("shard",), _run_embedding_backward,
-        0 if free else shape[0] * shape[1], 0 if free else 1,
-    )  # fmt: skip
+    kernel = Kernel("embedding gradient", frozenset({v}), ("shard",), _run_embedding_backward)
     whole = frozenset({v, *range(n)}) if call["scale_grad_by_freq"] else frozenset({v})
+    cuts = [known_cut(grad.mesh, shape, a) for a in range(grad.mesh.ndim)]
+
+    def owes(axis: int, choice: Choice) -> tuple[str, int, int] | None:
+        """The move of the gradient to the layout of the tables.
+
+        A whole gradient is memory as well: where another way receives less, it is not made to save a launch.
+        """
+        cut, out, size, k = cuts[axis], choice.outputs[0], shape[0] * shape[1], grad.mesh.shape[axis]
+        if cut is None:
+            return ("all_gather", size // k, 1) if out == v else None
+        if out == (v, d)[cut.dim]:
+            return None
+        if isinstance(out, Partial):
+            return "reduce_scatter", size, 4 if 2 * grad.numel < size else 1
+        return ("all_to_all", size // k, 1) if isinstance(out, int) else None
+
     return Rule(
-        ((*rows, (d,)), rows), (((v,), (d,)),), (*indices.shape, *shape), whole, linear=(linear(0),), kernels=(kernel,)
-    )
+        ((*rows, (d,)), rows), (((v,), (d,)),), (*indices.shape, *shape), whole, linear=(linear(0),), kernels=(kernel,),
+        owes=owes,
+    )  # fmt: skip
 
 
 def _run_embedding_backward(ctx: KernelContext) -> torch.Tensor:
