@@ -1,7 +1,8 @@
 """Shapes of results that can be told without asking torch, whose shape functions for these ops are slow Python.
 
 Only the plain case of each op, in which every result is like the first tensor: floating, contiguous tensors of one
-shape (or the second one spread over the first's leading dims) and dtype, and numbers. Anything else, and every error, is left to torch's own functions.
+shape (or the second one spread over the first's leading dims) and dtype, and numbers. Anything else, and every error,
+is left to torch's own functions.
 
     gelu, add(x, y), mul(x, 2.0), _foreach_sqrt([x, ...])     like x
     native_layer_norm(x, [n], w, b)                           like x, and statistics of shape [..., 1]
@@ -22,8 +23,8 @@ __all__ = ["known_metas"]
 Metas = tuple[str, tuple[TensorMeta | None, ...]]
 
 _UNARY = (
-    "abs", "ceil", "cos", "erf", "exp", "floor", "gelu", "log", "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid",
-    "silu", "sin", "sqrt", "square", "tanh",
+    "abs", "ceil", "cos", "erf", "exp", "floor", "gelu", "log", "neg", "reciprocal", "relu", "round", "rsqrt",
+    "sigmoid", "silu", "sin", "sqrt", "square", "tanh",
 )  # fmt: skip
 _BACKWARD = ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward")
 _BINARY = ("add.Tensor", "div.Tensor", "mul.Tensor", "sub.Tensor")
