@@ -15,6 +15,17 @@ SAMPLES = [
     Sample("mm nothing to sum", torch.mm, (rand(3, 0), rand(0, 2)), pending=SUMS),
     Sample("mm no rows", torch.mm, (rand(0, 3), rand(3, 2)), pending=SUMS),
     Sample("mm int", torch.mm, (rand(5, 6, dtype=torch.int64), rand(6, 3, dtype=torch.int64))),
+    *(
+        Sample(
+            f"{name} int, fractions",  # shards of the contracted dim are empty on some meshes
+            lambda c, a, b, name=name: getattr(torch, name)(c, a, b, alpha=1.6, beta=2.6),
+            tuple(rand(*shape, dtype=torch.int64) for shape in shapes),
+        )
+        for name, shapes in {
+            "addmm": ((4, 3), (4, 1), (1, 3)), "addmv": ((4,), (4, 1), (1,)),
+            "addbmm": ((4, 3), (2, 4, 1), (2, 1, 3)), "baddbmm": ((2, 4, 3), (2, 4, 1), (2, 1, 3)),
+        }.items()
+    ),
     Sample("addmm", torch.addmm, (rand(5, 3), rand(5, 6), rand(6, 3)), pending=SUMS),
     Sample("addmm vector", torch.addmm, (rand(3), rand(5, 6), rand(6, 3)), pending=SUMS),
     Sample("addmm row", torch.addmm, (rand(1, 3), rand(5, 6), rand(6, 3)), pending=SUMS),

@@ -279,3 +279,15 @@ def test_views_that_moved_lie_in_memory_as_their_strides_say() -> None:
     for results in dtensor.simulate(4)(on_rank):
         for got in results:
             torch.testing.assert_close(got, program(value))
+
+
+def test_powers_of_bools_in_place() -> None:
+    """torch's shape function refuses what its op allows."""
+
+    def on_rank() -> list[bool]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.tensor([True, False, True, True, False]), mesh, [Shard(0), R])
+        torch._foreach_pow_([x.pow_(True)], True)
+        return [bool(b) for b in x.full_tensor()]
+
+    assert dtensor.simulate(4)(on_rank)[0] == [True, False, True, True, False]

@@ -65,7 +65,7 @@ REASONS: tuple[Reason, ...] = (
         "Maxima and minima in sums and products",
         "An addend may be pending in a maximum or minimum where the rest is replicated. What `amax` and `amin` "
         "leave pending goes through pointwise ops, not into matrix products, norms and sums over indices.",
-        r"aten\.(_?addmm\w*|addbmm|baddbmm|addmv|addr|_?convolution|index_add|scatter_add|scatter_reduce|index_reduce|put"
+        r"aten\.(_?addmm\w*|addbmm|baddbmm|addmv|addr|_?convolution|index_add|scatter|scatter_add|scatter_reduce|index_reduce|put"
         r"|index_put|native_layer_norm|native_group_norm|native_batch_norm|trace|masked_scatter\w*|max_unpool\dd"
         r"|_?adaptive_\w+|\w*pool\w*|bucketize|searchsorted|linear)\..*",
         _EXTREME,
@@ -74,6 +74,12 @@ REASONS: tuple[Reason, ...] = (
         "Weight and bias of a norm",
         "Outputs are linear in both together where the input is replicated. Parameters are never pending sums.",
         r"aten\.(native_\w+_norm|_fused_rms_norm)\..*",
+    ),
+    Reason(
+        "Weight of a loss",
+        "Linear in the weights of classes or elements, which are given and never pending.",
+        r"aten\.(binary_cross_entropy\w*|multi_margin_loss)\..*",
+        r"R, R, P.*",
     ),
     Reason(
         "Bounds that are pending",
@@ -106,7 +112,7 @@ REASONS: tuple[Reason, ...] = (
         "Monotone in this argument, or where they are defined: special functions and comparisons of two numbers, "
         "through which pending maxima hardly ever go.",
         r"aten\.(special_\w+|i0|igammac?|hypot|polygamma|lgamma|digamma|nextafter|copysign|heaviside|fmax|fmin|fmod"
-        r"|remainder|_prelu_kernel|glu|pow|floor_divide|angle|logit|erfinv|acos|acosh|asin|atanh|cosh|cos|sin|frac|mvlgamma)\..*",
+        r"|atan2|remainder|_prelu_kernel|glu|pow|floor_divide|angle|logit|erfinv|acos|acosh|asin|atanh|cosh|cos|sin|frac|mvlgamma)\..*",
         _EXTREME,
     ),
     Reason(
@@ -120,10 +126,10 @@ REASONS: tuple[Reason, ...] = (
         r"aten\.(bucketize|searchsorted)\..*",
     ),
     Reason(
-        "Sizes and indices of a sample",
-        "Right for sizes or indices of these calls only: a pool whose windows are of one element, an index that "
-        "names no row twice.",
-        r"aten\.(_?adaptive_\w+|\w*pool\w*|_?upsample_\w+|embedding\w*|scatter_reduce|index_reduce|max_unpool\dd|_c?pdist\w*|\w+_pad\dd)\..*",
+        "Sizes, indices and divisors of a sample",
+        "Right for those of these calls only: a pool whose windows are of one element, an index that names no row "
+        "twice, a divisor of 1, a grid that points at pixels.",
+        r"aten\.(floor_divide|grid_sampler_\dd|_?adaptive_\w+|\w*pool\w*|_?upsample_\w+|embedding\w*|scatter_reduce|index_reduce|max_unpool\dd|_c?pdist\w*|\w+_pad\dd)\..*",
     ),
 )
 

@@ -318,7 +318,7 @@ class _Given:
         local, named = map_tensors(_local, (list(args), dict(kwargs)))
         sent: list[str] = []
         unpriced = ""
-        watch = lambda kind, ranks, received, itemsize: sent.append(kind)  # noqa: E731
+        watch = lambda kind, ranks, received, itemsize: sent.extend([kind] if received else [])  # noqa: E731
         observers.append(watch)
         try:
             got = plan.execute(local, named, args)
