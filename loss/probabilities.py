@@ -44,6 +44,7 @@ def _statistics(logits: torch.Tensor, target: torch.Tensor, classes: Classes) ->
         top, total = local_max_and_sum(x, c)
         place[0], place[1], place[2] = top.squeeze(c), total.squeeze(c), pw.sum(c)
         torch.sum((x - finite_top(top)).mul_(pw), c, out=place[3])
+        del x, pw
     return out
 
 
@@ -60,14 +61,16 @@ def _gradient(
 ) -> torch.Tensor:  # fmt: skip
     c, acc = class_dim(logits.ndim), top.dtype
     out = torch.empty_like(logits)
+    share = log_sum.neg().exp_().mul_(mass)
     for block in blocks(logits, c):
         shift, x, place = row_shift(block, c), piece(logits, block), piece(out, block)
-        m, l, total = (piece(t, block, shift).unsqueeze(c) for t in (top, log_sum, mass))
+        m, part = (piece(t, block, shift).unsqueeze(c) for t in (top, share))
         work = place if out.dtype == acc else torch.empty_like(x, dtype=acc)
-        torch.sub(x, m, out=work).sub_(l).exp_().mul_(total).sub_(_weighted(piece(target, block), classes, acc))
+        torch.sub(x, m, out=work).exp_().mul_(part).sub_(_weighted(piece(target, block), classes, acc))
         work.mul_(piece(grad, block, shift).unsqueeze(c) if grad.ndim else grad)
         if work is not place:
             place.copy_(work)
+        del work
     return out
 
 

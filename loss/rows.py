@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.spec import Interval
-from propagation_rules.classes import bad_targets, local_slots
+from propagation_rules.classes import local_slots
 from propagation_rules.loss import accumulation_dtype, finite_top, local_max_and_sum
 
 __all__ = [
@@ -35,7 +35,7 @@ Runs = tuple[Interval, ...]
 Block = tuple[int, int, int] | None
 """(dim, start, length) of a narrowed tensor; None: all of it."""
 
-BLOCK_ELEMENTS = {"cpu": 1 << 18}
+BLOCK_ELEMENTS = {"cpu": 1 << 19}
 OTHER_BLOCK = 1 << 25
 
 
@@ -67,10 +67,10 @@ class Classes:
         """Sum of all classes' weights."""
         return self.count if self.weight is None else self.weight.sum()
 
-    def counted(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which rows count, their targets with 0 in place of what names no class)."""
-        counts = target != self.ignore_index
-        return counts, torch.where((target >= 0) & (target < self.count), target, 0)
+    def weight_of(self, target: torch.Tensor) -> torch.Tensor:
+        """What a row of each target weighs; anything where the target names no class."""
+        assert self.weight is not None
+        return self.weight.take(torch.where((target >= 0) & (target < self.count), target, 0))
 
 
 # ------------------------------------------------------------ blocks
@@ -108,6 +108,7 @@ def row_statistics(logits: torch.Tensor, target: torch.Tensor, classes: Classes)
     for block in blocks(logits, c):
         x, shift = piece(logits, block).to(acc), row_shift(block, c)
         block_statistics(x, piece(target, block, shift), classes, piece(out, block, shift + 1), x.dtype != logits.dtype)
+        del x  # before the next is made
     return out
 
 
@@ -153,9 +154,9 @@ def merged_relative(sums: torch.Tensor, tops: torch.Tensor, masses: torch.Tensor
 # ------------------------------------------------------------ the loss
 def index_totals(target: torch.Tensor, classes: Classes, dtype: torch.dtype) -> torch.Tensor:
     """[what the rows that count weigh together, how many targets name no class]."""
-    counts, named = classes.counted(target)
-    weights = counts.to(dtype) if classes.weight is None else torch.where(counts, classes.weight.take(named), 0)
-    bad = bad_targets(target, classes.count, classes.ignore_index)
+    counts = target != classes.ignore_index
+    bad = counts & ((target < 0) | (target >= classes.count))
+    weights = counts if classes.weight is None else torch.where(counts, classes.weight_of(target), 0)
     return torch.stack([weights.sum(dtype=dtype), bad.sum(dtype=dtype)])
 
 
@@ -164,14 +165,13 @@ def finish(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss (rows or their sum), max, log of the sum of exponentials, `index_totals`; from statistics of all classes."""
     top, log_sum = stats[0], stats[1].log()  # kept apart: added up, large logits would take the logarithm's digits
-    counts, named = classes.counted(target)
     loss = log_sum + (top - stats[2])
     if classes.weight is not None:
-        loss = classes.weight.take(named) * loss
+        loss = classes.weight_of(target) * loss
     if classes.smoothing:
         spread = classes.mass * log_sum - stats[3]
         loss = (1 - classes.smoothing) * loss + classes.smoothing / classes.count * spread
-    loss = torch.where(counts, loss, 0)
+    loss = torch.where(target != classes.ignore_index, loss, 0)
     return loss if per_row else loss.sum(), top.clone(), log_sum, index_totals(target, classes, top.dtype)
 
 
@@ -191,6 +191,7 @@ def row_gradient(
         block_gradient(per_row[0], work, per_row[1], per_row[3], classes)
         if work is not place:
             place.copy_(work)
+        del work
     return out
 
 
@@ -199,19 +200,19 @@ def block_gradient(
 ) -> None:
     """`x`, logits less the row's max, is overwritten with the gradient."""
     c, s = class_dim(x.ndim), classes.smoothing
-    counts, named = classes.counted(target)
-    grad = torch.where(counts, grad, torch.zeros_like(log_sum))
-    scale = grad if classes.weight is None else grad * classes.weight.take(named)
-    hot, cold = (1 - s) * scale, s / classes.count * grad
+    grad = torch.where(target != classes.ignore_index, grad, torch.zeros_like(log_sum))
+    scale = grad if classes.weight is None else grad * classes.weight_of(target)
+    hot, cold = ((1 - s) * scale, s / classes.count * grad) if s else (scale, scale)
+    share = log_sum.neg().exp_().mul_(hot + cold * classes.mass if s else hot)
     # A row that does not count is multiplied by 0, not filled with it: where it holds nan, so does the gradient.
-    x.sub_(log_sum.unsqueeze(c)).exp_().mul_((hot + cold * classes.mass).unsqueeze(c) if s else hot.unsqueeze(c))
+    x.exp_().mul_(share.unsqueeze(c))
     if s and classes.weight is None:
         x -= cold.unsqueeze(c)
     elif s and classes.weight is not None:
         x -= cold.unsqueeze(c) * along_classes(own_weights(classes.weight, classes.runs), x.ndim)
     slot, here = local_slots(target, classes.runs)
     if x.shape[c]:
-        x.scatter_add_(c, slot.unsqueeze(c), torch.where(here & counts, -hot, torch.zeros_like(hot)).unsqueeze(c))
+        x.scatter_add_(c, slot.unsqueeze(c), torch.where(here, -hot, 0).unsqueeze(c))
 
 
 # ------------------------------------------------------------ weights

@@ -19,6 +19,11 @@ def local_slots(target: torch.Tensor, runs: Sequence[Interval]) -> tuple[torch.T
 
     Example: a rank that holds classes [3, 6) of 10; targets 4, 9 -> slots 1, 0 and mine True, False.
     """
+    if len(runs) == 1:
+        ((start, length),) = runs
+        slot = target - start if start else target
+        mine = (slot >= 0) & (slot < length)
+        return torch.where(mine, slot, 0), mine
     slot = torch.zeros_like(target)
     mine = torch.zeros_like(target, dtype=torch.bool)
     before = 0
