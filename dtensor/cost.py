@@ -77,13 +77,13 @@ class CostModel:
         """Starting one collective over `axes`."""
         if not self.axis_latency:
             return self.latency
-        return max((self.axis_latency.get(a, self.latency) for a in axes), default=self.latency)
+        return max([self.axis_latency.get(a, self.latency) for a in axes], default=self.latency)
 
     def transfer(self, nbytes: float, axes: Sequence[int] = ()) -> float:
         """Receiving `nbytes` over `axes`."""
         if not self.axis_bandwidth:
             return nbytes / self.bandwidth
-        return nbytes / min((self.axis_bandwidth.get(a, self.bandwidth) for a in axes), default=self.bandwidth)
+        return nbytes / min([self.axis_bandwidth.get(a, self.bandwidth) for a in axes], default=self.bandwidth)
 
     def all_gather(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
         """Every position receives the others' `local_bytes`."""
@@ -121,7 +121,7 @@ class CostModel:
         return nbytes / self.copy_bandwidth
 
     def floor(self, launches: int, nbytes: float) -> float:
-        """No plan of `launches` collectives that receives `nbytes` costs less: lets a search stop early."""
+        """No plan of `launches` collectives that receives `nbytes` costs less: lets a search stop. Linear in both."""
         latency = min([self.latency, *self.axis_latency.values()])
         return launches * latency + nbytes / max([self.bandwidth, *self.axis_bandwidth.values()])
 

@@ -32,6 +32,23 @@ def is_cut(p: object) -> bool:
     return isinstance(p, (Shard, StridedShard))
 
 
+class Facts:
+    """What follows from a layout.
+
+    Attributes:
+        layout: itself.
+        cuts: which axes cut each dim.
+        dims: shape of the largest shard, the one at coord 0.
+        nbytes: bytes of the largest shard.
+        uneven: True where shards differ in size.
+    """
+
+    __slots__ = ("cuts", "dims", "layout", "nbytes", "uneven")
+
+    def __init__(self, layout: Layout, cuts: Cuts, dims: tuple[int, ...], nbytes: int, uneven: bool) -> None:
+        self.layout, self.cuts, self.dims, self.nbytes, self.uneven = layout, cuts, dims, nbytes, uneven
+
+
 class Space:
     """The layouts of one tensor: sizes of shards, and what steps between layouts cost.
 
@@ -39,19 +56,28 @@ class Space:
         sizes: of the mesh axes.
         shape, itemsize: of the global tensor.
         model: gives the costs.
+        launch: seconds that a collective takes at least.
+        shots: what `reshard_ways.shot` found.
     """
 
-    __slots__ = ("_cuts", "_digits", "_dims", "itemsize", "model", "shape", "sizes")
+    __slots__ = ("_digits", "_facts", "_pace", "_steps", "shots", "itemsize", "launch", "model", "shape", "sizes")
 
     def __init__(self, sizes: Sequence[int], shape: Sequence[int], itemsize: int, model: CostModel) -> None:
         self.sizes, self.shape, self.itemsize, self.model = tuple(sizes), tuple(shape), itemsize, model
-        self._cuts: dict[Layout, Cuts] = {}
-        self._dims: dict[Layout, tuple[int, ...]] = {}
+        self.launch, self._pace = model.floor(1, 0), model.floor(0, 1 << 20) / (1 << 20)
+        self._facts: dict[tuple[int, ...], Facts] = {}
+        self._steps: dict[tuple[object, ...], Path] = {}
+        self.shots: dict[tuple[int, ...], Path] = {}
         self._digits: dict[tuple[int, tuple[tuple[int, int], ...]], dict[int, Pieces] | None] = {}
 
-    def cuts(self, layout: Layout) -> Cuts:
-        """Which axes cut each dim."""
-        found = self._cuts.get(layout)
+    def floor(self, launches: int, nbytes: float) -> float:
+        """`CostModel.floor`, which is linear."""
+        return launches * self.launch + nbytes * self._pace
+
+    def facts(self, layout: Layout) -> Facts:
+        """What follows from `layout`; kept by the identity of its placements, which have a slow hash."""
+        key = tuple(map(id, layout))
+        found = self._facts.get(key)
         if found is None:
             lists: list[tuple[tuple[int, int], ...]] = [()] * len(self.shape)
             for axis, p in enumerate(layout):
@@ -61,15 +87,22 @@ class Space:
                     lists[p.dim] += ((axis, 0),)
                 elif isinstance(p, StridedShard):
                     lists[p.dim] += ((axis, p.split_factor if p.split_factor > 1 else 0),)
-            found = self._cuts[layout] = tuple(lists)
+            dims, nbytes, uneven = list(self.shape), self.itemsize, False
+            for d, cuts in enumerate(lists):
+                if cuts:
+                    dims[d] = n = self._largest(dims[d], cuts)
+                    uneven = uneven or n * self.ranks([a for a, _ in cuts]) != self.shape[d]
+                nbytes *= dims[d]
+            found = self._facts[key] = Facts(layout, tuple(lists), tuple(dims), nbytes, uneven)
         return found
+
+    def cuts(self, layout: Layout) -> Cuts:
+        """Which axes cut each dim."""
+        return self.facts(layout).cuts
 
     def dims(self, layout: Layout) -> tuple[int, ...]:
         """Shape of the largest shard: the one at coord 0."""
-        found = self._dims.get(layout)
-        if found is None:
-            found = self._dims[layout] = tuple(map(self._largest, self.shape, self.cuts(layout)))
-        return found
+        return self.facts(layout).dims
 
     def _largest(self, n: int, cuts: tuple[tuple[int, int], ...]) -> int:
         for axis, factor in cuts:
@@ -83,10 +116,7 @@ class Space:
 
     def nbytes(self, layout: Layout) -> int:
         """Bytes of the largest shard."""
-        n = self.itemsize
-        for size in self.dims(layout):
-            n *= size
-        return n
+        return self.facts(layout).nbytes
 
     def digits(self, n: int, cuts: tuple[tuple[int, int], ...]) -> dict[int, Pieces] | None:
         """What each axis fixes of the index of a dim of `n`: its digits. None where the cuts leave uneven shards.
@@ -119,10 +149,11 @@ class Space:
         Where the axes that only cut `src` have no say in `dst`, the rank of the largest shard may hold least.
         """
         n = self.itemsize
-        cut = {axis for cuts in self.cuts(dst) for axis, _ in cuts}
-        for size, s, t, one, other in zip(self.shape, self.cuts(src), self.cuts(dst), self.dims(src), self.dims(dst)):
+        have_all, want_all = self.facts(src), self.facts(dst)
+        cut = {axis for cuts in want_all.cuts for axis, _ in cuts}
+        for size, s, t, one, other in zip(self.shape, have_all.cuts, want_all.cuts, have_all.dims, want_all.dims):
             if not s or not t:
-                if len(s) and not any(axis in cut for axis, _ in s):
+                if s and not any(axis in cut for axis, _ in s):
                     one = self._smallest(size, s, 0)
                 n *= min(one, other)
                 continue
@@ -152,12 +183,6 @@ class Space:
             n = -(-n // k) if i < largest else max(n - (k - 1) * -(-n // k), 0)
         return n
 
-    def uneven(self, layout: Layout) -> bool:
-        """True where shards differ in size."""
-        return any(
-            n * self.ranks([a for a, _ in c]) != m for n, c, m in zip(self.dims(layout), self.cuts(layout), self.shape)
-        )
-
     def ranks(self, axes: Sequence[int]) -> int:
         """Positions on `axes` together."""
         k = 1
@@ -167,10 +192,17 @@ class Space:
 
     def step(self, kind: str, axes: tuple[int, ...], src: Layout, dst: Layout) -> Path:
         """A step with the bytes that the rank receives which receives most, and its cost."""
+        key = kind, axes, *map(id, src), *map(id, dst)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = self._step(kind, axes, src, dst)
+        return found
+
+    def _step(self, kind: str, axes: tuple[int, ...], src: Layout, dst: Layout) -> Path:
         k, model = self.ranks(axes), self.model
         if kind == "all_gather":
             n = self.nbytes(src) * (k - 1)
-            if self.uneven(src):
+            if self.facts(src).uneven:
                 exact = self.nbytes(dst) - self.kept(src, dst)
                 n = exact if padding_counts(n, exact) else n
             cost = model.all_gather(k, n / (k - 1), axes)

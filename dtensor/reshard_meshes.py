@@ -33,8 +33,8 @@ from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_local import Join, Take
 from dtensor.reshard_plan import check_one_tensor, plan_reshard
 from dtensor.reshard_run import exchange_others, run_reshard
-from dtensor.reshard_search import scattered_to
 from dtensor.reshard_step import ReshardPlan
+from dtensor.reshard_ways import scattered_to
 from dtensor.spec import Spec
 
 __all__ = ["MeshPlan", "plan_between", "redistribute_between"]

@@ -44,10 +44,11 @@ reduces them itself, always in the same order.
 Choice. With a finite `slack` of the cost model: of the ways above those that receive at most `slack` times the fewest
 bytes, of those the ones with the fewest collectives, of those the one of fewest seconds. They are few, and none
 is searched for. With `slack=inf` the seconds alone decide; then several smaller collectives can be cheaper, where links
-differ in speed or a launch costs less than the hops of a large group, and the orders are searched: uniform-cost,
-the cheapest open state first. An axis only ever has its placement of `src`, of `dst`, R, or one even shard, so there
-are few states, no path visits one twice, and the search ends; paths dearer than a known one are cut off. The graph of
-all layouts (`dtensor.reshard_graph`) is the reference that both are tested against.
+differ in speed or a launch costs less than the hops of a large group. The best of the ways above, and of going axis by
+axis from the fast links to the slow ones and back, is then improved by a best-first search over the orders, if what
+must be received leaves room for that. An axis only ever has its placement of `src`, of `dst`, R, or one even shard; the
+search looks at a number of steps that is fixed by the number of axes, so it ends soon, everywhere with the same plan.
+The graph of all layouts (`dtensor.reshard_graph`) is the reference that both are tested against.
 
 Towards Partial. The engine itself asks for it (a user may not): the tensor is brought to R on those axes
 and then split, as the last step.

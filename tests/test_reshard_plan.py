@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from dtensor.cost import CostModel, use_cost_model
 from dtensor.device_mesh import init_device_mesh
 from dtensor.errors import LayoutError, MeshError
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
+from dtensor.reshard_layout import Space
 from dtensor.reshard_plan import plan_reshard
+from dtensor.reshard_search import cheapest
 from dtensor.reshard_step import ReshardPlan
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
@@ -160,6 +163,29 @@ def test_costs_keep_the_triangle_inequality() -> None:
             for b in layouts:
                 for c in layouts:
                     assert cost[a, b] <= cost[a, c] + cost[c, b] + 1e-12, (a, c, b)
+
+
+def test_searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the links differ, a bounded number of steps is looked at, so that a cold plan is fast."""
+    looked: list[int] = []
+    priced = Space._step
+
+    def counted(space: Space, *args: Any) -> Any:
+        looked[-1] += 1
+        return priced(space, *args)
+
+    monkeypatch.setattr(Space, "_step", counted)
+    model = CostModel(hop=4e-6, axis_bandwidth={0: 1e9, 1: 4e9, 2: 2e9, 3: 8e9}, slack=math.inf)
+    kinds, rng = [R, S0, S1, StridedShard(0, split_factor=2), P], random.Random(0)
+    for sizes, most in (((8,), 10), ((2, 4), 40), ((2, 2, 2), 80), ((2, 2, 2, 2), 100)):
+        for shape in (EVEN, UNEVEN, (1024, 512, 64)):
+            for _ in range(40):
+                src = tuple(rng.choice(kinds) for _ in sizes)
+                dst = tuple(R if q is P and p is not P else q for p, q in zip(src, [rng.choice(kinds) for _ in sizes]))
+                looked.append(0)
+                cheapest(Space(sizes, shape, 4, model), src, dst)
+                assert looked[-1] <= most, (looked[-1], src, dst)
+    assert max(looked) > 40
 
 
 def test_text() -> None:
