@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("dispatch_cached", "dispatch_miss", "redistribute", "import_time")
+SCRIPTS = ("dispatch_cached", "dispatch_miss", "redistribute", "loss_parallel", "import_time")
 
 
 def processor() -> str:
