@@ -29,7 +29,9 @@ import torch
 from dtensor.errors import LayoutError, explain_error
 from dtensor.spec import Spec
 
-__all__ = ["MovedSpec", "ViewCall", "bind_replay", "note_writes", "note_written", "settled_spec"]
+__all__ = [
+    "MovedSpec", "ViewCall", "Watch", "bind_replay", "memory_version", "note_writes", "note_written", "settled_spec",
+]  # fmt: skip
 
 _alive = 0
 _counts: dict[int, int] = {}
@@ -47,22 +49,40 @@ class ViewCall:
     index: int | None = None
 
 
+class Watch:
+    """While one is alive, writes are counted. For others who must know whether memory was written meanwhile."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self) -> None:
+        global _alive
+        with _lock:
+            _alive += 1
+
+    def __del__(self) -> None:
+        global _alive
+        with _lock:
+            _alive -= 1
+            if _alive == 0:
+                _counts.clear()
+
+
 class MovedSpec(Spec):
     """Spec of a view that had to move data: `calls` lead to it from `base`, which was at `version` then.
 
     `local` is the view's value on this rank as of `version`. Never interned.
     """
 
-    __slots__ = ("base", "calls", "local", "version")
+    __slots__ = ("base", "calls", "local", "version", "watch")
     base: Any
     calls: tuple[ViewCall, ...]
     local: torch.Tensor
     version: tuple[int, int]
+    watch: Watch
 
     @classmethod
     def of(cls, spec: Spec, local: torch.Tensor, origin: Any, call: ViewCall) -> MovedSpec:
         """`spec` of the view that `call` takes of the DTensor `origin`; of its own base where it is such a view."""
-        global _alive
         calls: tuple[ViewCall, ...] = ()
         if isinstance(origin._spec, MovedSpec):
             base, calls = origin._spec.base, origin._spec.calls
@@ -71,18 +91,9 @@ class MovedSpec(Spec):
         made = cls._new(spec.mesh, spec.placements, tuple(spec.shape), spec.stride, spec.dtype)
         if not isinstance(made, MovedSpec):
             raise TypeError("MovedSpec was made as another class")
-        with _lock:
-            _alive += 1
+        made.watch = Watch()
         made.base, made.calls, made.local, made.version = base, (*calls, call), local, version(base)
         return made
-
-    def __del__(self) -> None:
-        global _alive
-        if hasattr(self, "version"):
-            with _lock:
-                _alive -= 1
-                if _alive == 0:
-                    _counts.clear()
 
     def settled(self) -> Spec:
         """The ordinary spec of the same value."""
@@ -143,7 +154,10 @@ def note_written(args: Sequence[Any], at: Sequence[int]) -> None:
 
 def storage_of(t: Any) -> int:
     """What tells the local memory of a DTensor from others'."""
-    local = t._local_tensor
+    return _storage(t._local_tensor)
+
+
+def _storage(local: Any) -> int:
     if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the unwaited result of a collective
         local = local.wait()
     return int(local.untyped_storage()._cdata)
@@ -151,6 +165,10 @@ def storage_of(t: Any) -> int:
 
 def version(base: Any) -> tuple[int, int]:
     """How often the memory of a DTensor was written: by the engine while watching, and by anyone."""
-    local = base._local_tensor
+    return memory_version(base._local_tensor)
+
+
+def memory_version(local: torch.Tensor) -> tuple[int, int]:
+    """How often the memory of a local tensor was written: by the engine while some `Watch` is alive, and by anyone."""
     own = 0 if local.is_inference() else int(local._version)
-    return _counts.get(storage_of(base), 0), own
+    return _counts.get(_storage(local), 0), own

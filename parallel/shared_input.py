@@ -18,10 +18,11 @@ References are strong inside a scope on purpose. Were they weak, it would depend
 rank whether a gather is repeated, and ranks must issue the same collectives.
 
 It is used again only where that cannot be told from making it anew: for the same tensor object, which nobody has
-written to meanwhile (torch's version counters say so), wanted in the same layout of the same mesh, in the same
-mode of autograd. Inside a checkpointed region, or any other context with hooks for saved tensors or a dispatch
-mode, sharing needs a scope that began inside too: a region that is computed again on its own must then do what it did
-before. Inference tensors have no version counter and are never shared.
+written to meanwhile (torch's version counters say so, and the engine's, which see writes through another DTensor of
+the same memory), wanted in the same layout of the same mesh, in the same mode of autograd. Inside a checkpointed
+region, or any other context with hooks for saved tensors or a dispatch mode, sharing needs a scope that began inside
+too: a region that is computed again on its own must then do what it did before. Inference tensors have no version
+counter and are never shared.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor import DTensor
+from dtensor.moved import Watch, memory_version
 
 __all__ = ["LIMIT", "share_inputs", "shared"]
 
@@ -51,7 +54,8 @@ class _Made:
     key: tuple[object, ...]
     context: Context
     result: DTensor
-    versions: tuple[int, ...]
+    versions: tuple[object, ...]
+    watch: Watch
 
     def serves(self, x: torch.Tensor, key: tuple[object, ...], context: Context) -> bool:
         return (
@@ -89,26 +93,28 @@ def shared(x: object, key: tuple[object, ...], make: Callable[[], DTensor]) -> D
         if m.serves(x, key, context):
             made.insert(0, made.pop(i))
             return m.result
+    watch = Watch()
     result = make()
     if result is not x:
-        made.insert(0, _Made(x, key, context, result, _versions(x, result)))
+        made.insert(0, _Made(x, key, context, result, _versions(x, result), watch))
         del made[LIMIT:]
     return result
 
 
 def _can_be_shared(x: object) -> bool:
-    if not isinstance(x, torch.Tensor) or x.is_inference() or torch.is_inference_mode_enabled():
+    if not isinstance(x, (DTensor, FakeTensor)) and type(x) not in (torch.Tensor, nn.Parameter):
+        return False
+    assert isinstance(x, torch.Tensor)
+    if x.is_inference() or torch.is_inference_mode_enabled():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Version counters: of DTensors also those of their local parts, which `to_local()` hands out."""
-    out = []
+def _versions(*tensors: torch.Tensor) -> tuple[object, ...]:
+    """How often the tensors, and the memory they show on this rank, were written."""
+    out: list[object] = []
     for t in tensors:
-        out.append(t._version)
-        if isinstance(t, DTensor):
-            out.append(t._local_tensor._version)
+        out += [t._version, memory_version(t._local_tensor if isinstance(t, DTensor) else t)]
     return tuple(out)
 
 

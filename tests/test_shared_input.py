@@ -17,7 +17,7 @@ from test_parallel_styles import grads_match, on_ranks, same, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dtensor import DeviceMesh, Placement, Replicate, Shard
+from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
 from parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module, shared_input
 
@@ -124,9 +124,19 @@ def write(x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)
 
 
+def write_past(x: torch.Tensor) -> torch.Tensor:
+    """Through another DTensor of the same memory, whose writes the version counter of `x` does not see."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    if x.shape[1] == 2 or isinstance(x, DTensor):
+        DTensor.from_local(local, init_device_mesh("cpu", (4,)), [S(1)]).mul_(2)
+        return x
+    return x.mul_(2)
+
+
 BETWEEN: dict[str, tuple[Act, str]] = {
     "written": (write, "all_gather 2, reduce_scatter 1"),
     "written through a view": (lambda x: (write(x[:, :, :1]), x)[1], "all_gather 2, reduce_scatter 1"),
+    "written past it": (write_past, "all_gather 2, reduce_scatter 1"),
     "another object": (lambda x: x.view_as(x), "all_gather 2, reduce_scatter 1"),
     "no gradients before": (lambda x: x, "all_gather 1, reduce_scatter 1"),
 }
