@@ -6,6 +6,9 @@ this file each rank keeps its piece, and backward gathers the pieces (one all-ga
     forward   x (whole on every rank)  --cut-->     piece kept
     backward  piece                    --gather-->  x
 
+What is saved several times, such as the input of query, key and value projections, is kept once and gathered once: the
+first of them that backward comes to gathers it, the last lets it go.
+
 What is cut: replicated DTensors, and the module's own plain tensor inputs, which tensor-parallel modules
 take whole. Everything else (parameters, sharded DTensors, plain tensors that differ between ranks) is kept
 as it is, so every saved tensor comes back exactly, whatever its size. A plain input that was *not* equal on
@@ -15,6 +18,7 @@ all ranks is noticed when it is gathered, by a checksum that travels along, and 
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +26,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
 from dtensor.device_mesh import as_mesh
+from dtensor.moved import Watch, memory_version
 
 __all__ = ["input_reshard"]
 
@@ -54,11 +59,13 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
         keeper = _Keeper(mesh, dim, module, [*args, *kwargs.values()])
         hooks = torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack)
         hooks.__enter__()
-        running.stack.append(hooks)
+        running.stack.append((hooks, keeper))
 
     def leave(_: nn.Module, args: tuple[object, ...], output: object) -> None:
         if running.stack:
-            running.stack.pop().__exit__()
+            hooks, keeper = running.stack.pop()
+            hooks.__exit__()
+            keeper.close()
 
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
@@ -69,18 +76,24 @@ class _Running(threading.local):
     """The contexts of the forwards that are running in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self.stack: list[tuple[torch.autograd.graph.saved_tensors_hooks, _Keeper]] = []
 
 
 @dataclass(slots=True)
 class _Piece:
-    """What is kept of a tensor: this rank's shard, and how to make the whole again."""
+    """What is kept of a tensor: this rank's shard, and how to make the whole again.
+
+    `users` counts how often it was saved; `whole` is there while backward is among them, for `left` more.
+    """
 
     shard: torch.Tensor
     shape: torch.Size
     stride: tuple[int, ...]
     distributed: bool
     checksum: torch.Tensor | None
+    users: int = 1
+    left: int = 0
+    whole: torch.Tensor | None = None
 
 
 class _Keeper:
@@ -91,6 +104,13 @@ class _Keeper:
         plain = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
         self.inputs = {_key(x) for x in plain}
         self.parameters = {_key(p) for p in module.parameters()}
+        self.kept: dict[Key, tuple[_Piece, weakref.ref[torch.UntypedStorage], Key]] = {}
+        self.watch: Watch | None = Watch()
+
+    def close(self) -> None:
+        """The end of forward: nothing more is saved."""
+        self.kept.clear()
+        self.watch = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor | _Piece:
         ndim = x.ndim
@@ -101,10 +121,27 @@ class _Keeper:
             replicated = x.device_mesh == self.mesh and all(isinstance(p, Replicate) for p in x.placements)
             if not replicated or key in self.parameters:
                 return x
-            return self._cut(x, True, None)
+            return self._piece(x)
         if key not in self.inputs or key in self.parameters or not _is_dense(x):
             return x
-        return self._cut(x, False, _checksum(x))
+        return self._piece(x)
+
+    def _piece(self, x: torch.Tensor) -> _Piece:
+        """What is kept of `x`: the piece of an earlier time where the same memory was saved, and not written since.
+
+        The memory itself is not kept alive; what lies at its address later is not taken for it.
+        """
+        local = x._local_tensor if isinstance(x, DTensor) else x
+        key, versions = (*_key(x), local.storage_offset()), (x._version, memory_version(local))
+        storage = local.untyped_storage()
+        found = self.kept.get(key)
+        if found is not None and found[1]() is storage and found[2] == versions:
+            found[0].users += 1
+            return found[0]
+        distributed = isinstance(x, DTensor)
+        piece = self._cut(x, distributed, None if distributed else _checksum(x))
+        self.kept[key] = piece, weakref.ref(storage), versions
+        return piece
 
     def _cut(self, x: torch.Tensor, distributed: bool, checksum: torch.Tensor | None) -> _Piece:
         with torch.no_grad():
@@ -115,6 +152,14 @@ class _Keeper:
     def unpack(self, kept: torch.Tensor | _Piece) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
+        if kept.whole is None:
+            kept.whole, kept.left = self._gathered(kept), kept.users
+        whole, kept.left = kept.whole, kept.left - 1
+        if kept.left == 0:
+            kept.whole = None
+        return whole
+
+    def _gathered(self, kept: _Piece) -> torch.Tensor:
         with torch.no_grad():
             if kept.checksum is not None:
                 self._check(kept.checksum, kept.shape)

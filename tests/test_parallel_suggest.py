@@ -24,6 +24,7 @@ ENDS = {"model.embed_tokens": "RowwiseParallel(input_layouts=Replicate())",
         "lm_head": "ColwiseParallel(output_layouts=Replicate())"}  # fmt: skip
 COLUMN, ROW = "ColwiseParallel()", "RowwiseParallel()"
 ATTENTION = {f"model.layers.*.self_attn.{n}_proj": ROW if n == "o" else COLUMN for n in "qkvo"}
+NORM = {"model.layers.*.self_attn.q_norm": "SequenceParallel(sequence_dim=1, use_local_output=True)"}
 MLP = {f"model.layers.*.mlp.{n}_proj": ROW if n == "down" else COLUMN for n in ("gate", "up", "down")}
 EXPERTS = {f"model.layers.*.mlp.experts.*.w{i}": ROW if i == 2 else COLUMN for i in (1, 2, 3)}
 GPT_MLP = {
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, dict[str, str], str]] = {
     "llama": (Llama, 4, {**ATTENTION, **MLP, **ENDS}, ""),
     "llama, tied": (lambda: Llama(tied=True), 2, {**ATTENTION, **MLP, **ENDS}, ""),
     "llama, heads that do not divide": (Llama, 3, {**MLP, **ENDS}, "o_proj left alone: what is computed between them"),
-    "qwen": (lambda: Llama(norm=True), 2, {**MLP, **ENDS}, "q_proj left alone: what it gives goes into"),
+    "qwen": (lambda: Llama(norm=True), 2, {**ATTENTION, **NORM, **MLP, **ENDS}, ""),
     "mixtral": (lambda: Llama(moe=True), 4, {**ATTENTION, **EXPERTS, **ENDS}, "layers.*.mlp.gate left alone"),
     "gpt": (GPT, 4, {**GPT_ATTENTION, **GPT_MLP, **GPT_ENDS}, ""),
     "gpt, heads that do not divide": (GPT, 3, {**GPT_MLP, **GPT_ENDS}, "in units of 4 does not go over 3 ranks"),

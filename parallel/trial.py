@@ -1,0 +1,164 @@
+"""Runs of one model under candidate plans, on fake tensors: what a group of layers can be given, if anything.
+
+A group is tried three times, on all layers that are alike at once:
+
+    1. with DTensors from the columns to the row: nothing may be sent on the way
+    2. with plain local tensors: the model must run, and but for sizes compute what it computes in one process
+    3. with DTensors and no help: the model must run
+
+Layers with parameters between them (a norm of each head) get those replicated, and their gradients summed: they see
+one cut tensor, as a norm of a cut sequence does. A group that passes 1 and 2 hands over plain
+tensors, one that passes 1 and 3 DTensors; others are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dtensor import DeviceMesh
+from dtensor.experimental import implicit_replication
+from parallel.axis import Others
+from parallel.check import needs_values
+from parallel.groups import Group, names_of, pattern
+from parallel.linear import ColwiseParallel, RowwiseParallel
+from parallel.packed import PackedColwiseParallel
+from parallel.plan import find, parallelize_module
+from parallel.rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, rehearse, split_example
+from parallel.sequence import SequenceParallel
+from parallel.style import ParallelStyle
+from parallel.trace import Layer, Trace
+
+__all__ = ["Trial"]
+
+Styles = dict[str, ParallelStyle]
+
+
+class Trial:
+    """Runs of `model` under plans. `plain` is the trace of the model without one, after `trace`."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, axis: str | int | None, others: Others) -> None:
+        self.model, self.mesh, self.axis, self.others = model, mesh, axis, others
+        self.stage = Stage(values=False)
+        self.plain = Trace()
+        self.example: Example = ()
+        self.shapes: list[torch.Size] = []
+
+    def trace(self, examples: Iterable[Example]) -> None:
+        """Run the plain model on the first example that it takes. ValueError where there is none."""
+        error: tuple[str, Exception] | None = None
+        for self.example in examples:
+            for values in (False, True):
+                self.stage = Stage(values)
+                self.plain, run = self._run({})
+                error = run.error
+                if error is None:
+                    self.shapes = [y.shape for y in leaves(run.output)]
+                    return
+                if not needs_values(self.model, error[1]):
+                    break
+        told = "" if error is None else f"{error[0] or 'the model'}: {type(error[1]).__name__}: {error[1]}"
+        raise ValueError(
+            f"suggest_plan: the model does not run on the example\n  got: {told}\n"
+            "  fix: example=, what this rank would pass: a tensor, a tuple, or a mapping of keyword inputs"
+        )
+
+    def fails(self, plan: Styles) -> str:
+        """Why the model does not run under `plan` with outputs of the right shapes; "" where it does."""
+        try:
+            _, run = self._run(plan)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            return str(error).partition("\n")[0]
+        if run.error is not None:
+            return f"{run.error[0] or 'the model'} raises {type(run.error[1]).__name__}"
+        return "" if self._same_shapes(run) else "its outputs would have other shapes"
+
+    def choose(self, groups: list[Group]) -> tuple[Styles | None, str]:
+        """Styles for groups that are alike, and what they are; None and the reason where they are left alone."""
+        group, names = groups[0], names_of(self.model, groups)
+        try:
+            with implicit_replication():
+                _, run = self._run(_styles(group, names, local=False, cut=None), frozen=True)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            return None, str(error).partition("\n")[0]
+        if run.error is not None:
+            return None, f"on DTensors {run.error[0] or 'the model'} raises {type(run.error[1]).__name__}"
+        cut, why = self._cut_dims(run, group, names)
+        if why:
+            return None, why
+        for local in (True, False):
+            styles = _styles(group, names, local, cut)
+            trace, run = self._run(styles)
+            if run.error is None and self._same_shapes(run) and (not local or trace.ops <= self.plain.ops):
+                return styles, _told(group)
+        return None, f"forward{f' of {run.error[0]}' if run.error else ''} does not run on cut features"
+
+    # ------------------------------------------------------------ runs
+    def _run(self, plan: Styles, frozen: bool = False) -> tuple[Trace, Rehearsal]:
+        net, trace = self.stage.copy(self.model), Trace()
+        if frozen:
+            net.requires_grad_(False)
+        with self.stage.entered(self.mesh) as fake:
+            if plan:
+                net = parallelize_module(net, fake, plan, src_data_rank=None, axis=self.axis, others=self.others)
+            inputs = map_tensors(self.example, self.stage.tensor)
+            with trace.following(net, split_example(inputs)):  # type: ignore[arg-type]
+                run = rehearse(net, inputs, self.stage, backward=False, copied=True)  # type: ignore[arg-type]
+            if run.error is None:
+                trace.finish(run.output)
+        return trace, run
+
+    def _same_shapes(self, run: Rehearsal) -> bool:
+        return [y.shape for y in leaves(run.output)] == self.shapes
+
+    def _cut_dims(self, run: Rehearsal, group: Group, names: list[list[str]]) -> tuple[list[int], str]:
+        """The dim that comes cut to each layer between. Also why the group will not do, where something is sent."""
+        rows = self._paths(each[-1] for each in names)
+        cut: list[set[int | None]] = [set() for _ in group.between]
+        between = [self._paths(each[len(group.columns) + i] for each in names) for i in range(len(cut))]
+        for call in run.calls:
+            sent = any(s and (call.path not in rows or phase != "output") for phase, s in call.sent.items())
+            moved = call.path in rows and call.seen.get("came") != call.seen.get("prepared")
+            if sent or moved:
+                return [], f"what is computed between them does not stay cut (at {call.path or 'the model'})"
+            for dims, paths in zip(cut, between, strict=True):
+                dims |= {_cut_dim(text) for text in call.seen.get("came", ())} if call.path in paths else set()
+        found = [d for dims in cut for d in dims if d is not None and len(dims) == 1]
+        return found, "" if len(found) == len(cut) else f"{pattern(group.between[0].path)} does not see one cut tensor"
+
+    def _paths(self, names: Iterable[str]) -> set[str]:
+        return {p for name in names for p, _ in find(self.model, name.split("."), "")}
+
+
+def _cut_dim(layout: str) -> int | None:
+    """The dim that is cut in a layout string such as `f32[2,8@tp,16]`; None where none or several are."""
+    dims = layout[layout.index("[") + 1 : layout.index("]")].split(",")
+    cut = [i for i, n in enumerate(dims) if "@" in n]
+    return cut[0] if len(cut) == 1 and ":" not in dims[cut[0]] else None
+
+
+# ------------------------------------------------------------ styles
+def _styles(group: Group, names: list[list[str]], local: bool, cut: list[int] | None) -> Styles:
+    """A plan for the group's layers. `cut`: the dims of what is between; None: that gets no style yet."""
+    styles: Styles = {}
+    for each in names:
+        for name, layer in zip(each, group.columns, strict=False):
+            styles[name] = _column(layer, local)
+        for name, dim in zip(each[len(group.columns) :], cut or (), strict=False):
+            styles[name] = SequenceParallel(sequence_dim=dim, use_local_output=local)
+        styles[each[-1]] = RowwiseParallel(weight_dims=group.row.weight_dims)
+    return styles
+
+
+def _column(layer: Layer, local: bool) -> ParallelStyle:
+    if not layer.sizes:
+        return ColwiseParallel(use_local_output=local, weight_dims=layer.weight_dims)
+    unit = layer.unit if all(n % layer.unit == 0 for n in layer.sizes) else 1
+    return PackedColwiseParallel(layer.sizes, unit=unit, use_local_output=local, weight_dims=layer.weight_dims)
+
+
+def _told(group: Group) -> str:
+    columns = ", ".join(x.path.rpartition(".")[2] for x in group.columns)
+    return f"{columns} by columns, {group.row.path.rpartition('.')[2]} by rows"
