@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from laws import rand
-from test_parallel_styles import grads_match, mlp, on_ranks, same
+from test_parallel_styles import grads_match, mlp, on_ranks, same, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,6 +85,70 @@ def test_what_is_kept_is_a_piece_and_one_gather_brings_it_back() -> None:
         with CommDebugMode() as mode:
             y.backward()
         assert mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor] == 1
+
+    on_ranks(f)
+
+
+class Shared(nn.Module):
+    """A sine and query, key and value projections of one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        return self.o(self.q(x).sigmoid() * self.k(x) + self.v(x)) + x.sin()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_what_is_saved_often_is_gathered_once(retain: bool) -> None:
+    def f(mesh: DeviceMesh) -> None:
+        ref = seeded(Shared)
+        plan = {"[qkv]": ColwiseParallel(), "o": RowwiseParallel(use_local_output=False)}
+        net = input_reshard(parallelize_module(copy.deepcopy(ref), mesh, plan), mesh, 0)
+        x = distribute_tensor(rand(8, 6), mesh, [Replicate()]).requires_grad_()
+        y = rand(8, 6).requires_grad_()
+        out, want = net(x), ref(y)
+        for _ in range(1 + retain):
+            with CommDebugMode() as mode:
+                (got,) = torch.autograd.grad(out.square().sum(), x, retain_graph=retain)
+            same(got, torch.autograd.grad(want.square().sum(), y, retain_graph=retain)[0])
+            assert mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor] == 1
+
+    on_ranks(f)
+
+
+def test_memory_that_was_written_or_freed_is_not_taken_for_the_same() -> None:
+    class Writes(nn.Module):
+        def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.between = between
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = x.sum() * 0
+            for _ in range(4):
+                y = x.detach() * 2
+                total = total + (x * y).sum()
+                y = self.between(y)
+                total = total + (x * y).sum()
+                del y  # its memory is likely to be used by the next
+                x = x + 1
+            return total
+
+    def past(y: torch.Tensor) -> torch.Tensor:
+        assert isinstance(y, DTensor)
+        DTensor.from_local(y.to_local(), y.device_mesh, y.placements).mul_(3)
+        return DTensor.from_local(y.to_local(), y.device_mesh, y.placements)
+
+    def f(mesh: DeviceMesh) -> None:
+        for between in (past, lambda y: y * 3):
+            x = distribute_tensor(rand(8, 6), mesh, [Replicate()]).requires_grad_()
+            y = rand(8, 6).requires_grad_()
+            input_reshard(Writes(between), mesh, 0)(x).backward()
+            want = lambda y: y * 3  # noqa: E731
+            Writes(want)(y).backward()
+            same(x.grad, y.grad)
 
     on_ranks(f)
 
