@@ -1,8 +1,8 @@
 """Taking regions out of local tensors and putting local tensors together: what a rank does around a collective.
 
-Both are decided once, from the regions, and then only run: `Take` gives parts of a tensor (views wherever a
-view can do it), `Join` makes one tensor of parts. The common cases, parts that lie side by side along one
-dim, are a single `split` or `cat`.
+All is decided once, from the regions, and then only run: `Take` gives parts of a tensor (views wherever a view can do
+it), `Join` makes one tensor of parts, `Embed` one of a part and zeros. The common cases, parts that lie side by side
+along one dim, are a single `split` or `cat`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from dtensor.reshard_geometry import Region, Runs, region_shape, region_size
 
-__all__ = ["Join", "Take"]
+__all__ = ["Embed", "Join", "Take"]
 
 _MANY = 8
 """From this many runs on, one indexed copy is cheaper than one copy a run."""
@@ -177,6 +177,22 @@ class Join:
         for i, blocks in self._blocks:
             for block in blocks:
                 block.put(out, parts[i])
+        return out
+
+
+class Embed:
+    """A tensor of `shape` that is zero but for `region`, which is what it is called with."""
+
+    __slots__ = ("_blocks", "_shape")
+
+    def __init__(self, region: Region, shape: Sequence[int]) -> None:
+        self._shape = tuple(shape)
+        self._blocks = _blocks(region) if region_size(region) else []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(self._shape)
+        for block in self._blocks:
+            block.put(out, x)
         return out
 
 

@@ -15,6 +15,7 @@ Steps.
     all_reduce       P -> R
     all_to_all_reduce    P -> anything: the parts go where they are wanted and are reduced there
     scale            P(sum) -> P(avg) and back, without communication
+    embed            S -> P(sum), without communication: each position's shard among zeros
     zero_fill, one_fill, keep    R -> P, without communication: the value stays at position 0, or everywhere
 
 Moving. Between layouts whose Partial axes agree one collective is enough, and it moves nothing twice: along
@@ -50,8 +51,8 @@ must be received leaves room for that. An axis only ever has its placement of `s
 search looks at a number of steps that is fixed by the number of axes, so it ends soon, everywhere with the same plan.
 The graph of all layouts (`dtensor.reshard_graph`) is the reference that both are tested against.
 
-Towards Partial. The engine itself asks for it (a user may not): the tensor is brought to R on those axes
-and then split, as the last step.
+Towards Partial. The engine itself asks for it (a user may not): the last step. A shard becomes a summand where it is;
+otherwise the tensor is brought to R on those axes and then split.
 
 Invariants, tested: after every step each rank holds exactly the shard of the step's `dst`; the pending
 reductions of the positions give the tensor's value; plans are equal on all ranks.
@@ -64,7 +65,7 @@ from functools import lru_cache
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.placement import Partial, Replicate
-from dtensor.reshard_layout import Space
+from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_search import cheapest
 from dtensor.reshard_step import Layout, ReshardPlan, Step
 from dtensor.spec import Spec
@@ -104,8 +105,14 @@ def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
         _REPLICATE if isinstance(q, Partial) and p is not q and k > 1 else q
         for p, q, k in zip(scaled, dst.placements, sizes)
     )
-    cost, middle = cheapest(space, scaled, goal)
+    kept = _kept(space, scaled, goal, dst.placements)
+    cost, middle = cheapest(space, scaled, kept)
     steps += middle
+    if kept != goal:
+        axes = _changed(kept, goal)
+        goal = tuple(dst.placements[a] if a in axes else p for a, p in enumerate(goal))
+        more, embed = space.step("embed", axes, kept, goal)
+        cost, steps = cost + more, [*steps, *embed]
     steps += _split(goal, dst.placements)
     return ReshardPlan(src, dst, tuple(steps), cost)
 
@@ -174,6 +181,16 @@ def _scale(space: Space, layout: Layout, dst: Spec) -> tuple[Layout, float]:
         elif p.reduce_op == "avg" and q.reduce_op == "sum":
             out[a], factor = q, factor / space.sizes[a]
     return tuple(out), factor
+
+
+def _kept(space: Space, src: Layout, goal: Layout, dst: Layout) -> Layout:
+    """`goal` with the shards of `src` on axes that become a pending sum: a shard among zeros is a summand.
+
+    Only where every rank's shard then lies inside what it holds in the end.
+    """
+    axes = [a for a, q in enumerate(dst) if is_cut(src[a]) and q is _SUM and space.sizes[a] > 1]
+    kept = tuple([src[a] if a in axes else p for a, p in enumerate(goal)])
+    return kept if axes and space.extends(goal, kept) else goal
 
 
 def _split(layout: Layout, dst: Layout) -> list[Step]:

@@ -23,7 +23,7 @@ from dtensor.placement import Partial
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import unwaited
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
-from dtensor.reshard_local import Join, Take
+from dtensor.reshard_local import Embed, Join, Take
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.spec import Spec
@@ -121,6 +121,12 @@ def _fill(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     if all(coord[a] == 0 for a in step.axes):
         return lambda x, _: x
     return lambda x, _: fill(x, memory_format=torch.contiguous_format)
+
+
+def _embed(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
+    embed = Embed(common(have, want)[1], region_shape(want))
+    return lambda x, _: embed(x)
 
 
 def _slice(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
@@ -296,6 +302,7 @@ _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
     "all_to_all_reduce": _all_to_all_reduce,
+    "embed": _embed,
     "empty": _empty,
     "keep": _keep,
     "one_fill": _fill,

@@ -23,8 +23,9 @@ class Step:
     Attributes:
         kind: all_gather, all_reduce, all_to_all, all_to_all_reduce (an all-to-all of pending parts, which the
             receivers reduce), reduce_scatter (each over `axes`, flattened row-major, one collective), slice (keep
-            a part of what this rank holds), scale (multiply by `factor`), zero_fill or one_fill (keep the value at
-            position 0 of `axes` only), keep (new label, same data), empty (the tensor has no elements).
+            a part of what this rank holds), scale (multiply by `factor`), embed (a shard among zeros), zero_fill or
+            one_fill (keep the value at position 0 of `axes` only), keep (new label, same data), empty (the tensor
+            has no elements).
         axes: the mesh axes concerned, ascending.
         src, dst: full layouts before and after.
         nbytes: bytes that a rank receives, or copies where nothing is received; of the largest shard.

@@ -41,6 +41,7 @@ ONE_AXIS = [
     (P, StridedShard(0, split_factor=2), "reduce_scatter"),
     (S0, S1, "all_to_all"), (S0, StridedShard(0, split_factor=2), "all_to_all"),
     (R, S0, ""), (R, StridedShard(1, split_factor=3), ""), (R, P, ""), (P, Partial("avg"), ""), (R, R, ""),
+    (S0, P, ""), (StridedShard(0, split_factor=2), P, ""), (S1, Partial("max"), "all_gather"),
 ]  # fmt: skip
 
 
@@ -70,6 +71,12 @@ def test_one_axis_takes_one_collective_of_the_natural_kind(
         ((2, 4), (P, R), (R, S0), ("all_reduce",)),
         ((2, 4), (S0, P), (S0, R), ("all_reduce",)),
         ((2, 4), (S0, P), (R, P), ("all_gather",)),
+        ((2, 4), (S0, S1), (P, S1), ()),
+        ((2, 4), (S0, S1), (R, P), ("all_gather",)),
+        ((2, 4), (R, S0), (P, P), ()),
+        ((2, 4), (S0, S0), (S0, P), ()),
+        ((2, 4), (S0, S0), (P, S0), ("all_to_all",)),
+        ((2, 4), (S0, S1), (Partial("avg"), S1), ("all_gather",)),
         ((2, 4), (Partial("avg"), P), (R, R), ("all_reduce",)),
         ((2, 2, 2), (S0, S1, S2), (S2, S0, S1), ("all_to_all",)),
         ((2, 2, 2), (S0, S0, S0), (S1, S1, S1), ("all_to_all",)),
