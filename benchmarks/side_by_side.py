@@ -64,9 +64,7 @@ class Spread:
 FAILED = Spread(math.inf, math.inf, math.inf)
 
 
-def in_turns(
-    calls: Mapping[str, Callable[[], object]], rounds: int, loops: int, warmup: int = 20
-) -> dict[str, Spread]:
+def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int, loops: int, warmup: int = 20) -> dict[str, Spread]:
     """Seconds a call takes, by name: `rounds` turns of `loops` calls each, the order reversed every turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     working = {}

@@ -16,7 +16,7 @@ from torch import fx
 
 from dtensor.spec import _SHORT
 
-__all__ = ["as_function", "drop_unused", "totals", "written_out"]
+__all__ = ["as_function", "drop_unused", "simplify", "totals", "written_out"]
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -31,6 +31,71 @@ def drop_unused(graph: fx.Graph) -> None:
         ):
             continue
         graph.erase_node(node)
+
+
+_A = torch.ops.aten
+_RESHAPES = frozenset({_A.view.default, _A._unsafe_view.default})
+_VIEWS = _RESHAPES | {
+    _A.t.default, _A.transpose.int, _A.permute.default, _A.expand.default, _A.unsqueeze.default, _A.squeeze.dim,
+    _A.squeeze.dims, _A.slice.Tensor, _A.select.int, _A.as_strided.default, _A.split.Tensor,
+    _A.split_with_sizes.default,
+}  # fmt: skip
+_SWAPS = frozenset({_A.t.default, _A.transpose.int})
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Take out views that need not be taken: the same one twice, there and back, a view of a view, of the same shape.
+
+    Views share memory, so which of them an op gets makes no difference to it. Lists that are taken apart only to be
+    put together again are handed on whole.
+    """
+    if any(torch.Tag.inplace_view in getattr(n.target, "tags", ()) for n in graph.nodes):
+        return
+    taken: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target not in _VIEWS:
+            _whole_lists(node)
+            continue
+        source = node.args[0]
+        if node.target in _RESHAPES:
+            while source.target in _RESHAPES and source.args[0].meta["val"].is_contiguous():
+                source = source.args[0]
+            node.args = (source, *node.args[1:])
+        same = _same_tensor(source, node)
+        if node.target in _SWAPS and source.target is node.target and source.args[1:] == node.args[1:]:
+            same = source.args[0]
+        key = (node.target, source, str(node.args[1:]), str(node.kwargs))
+        found = same if same is not None else taken.setdefault(key, node)
+        if found is not node:
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
+
+
+def _same_tensor(source: fx.Node, node: fx.Node) -> fx.Node | None:
+    """`source` where `node`, a view of it, has its shape and strides and starts where it does."""
+    a, b = source.meta["val"], node.meta["val"]
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.stride() != b.stride():
+        return None
+    return source if a.storage_offset() == b.storage_offset() and a.dtype == b.dtype else None
+
+
+def _whole_lists(node: fx.Node) -> None:
+    """Arguments that are all parts of one list, in order: the list itself."""
+
+    def whole(a: Any) -> Any:
+        if not isinstance(a, (list, tuple)) or not a or not all(
+            isinstance(x, fx.Node) and x.target is operator.getitem for x in a
+        ):  # fmt: skip
+            return a
+        parts = [x.args for x in a]
+        source = parts[0][0]
+        n = len(source.meta["val"])
+        return source if n == len(a) and all(p == (source, i) for i, p in enumerate(parts)) else a
+
+    if isinstance(node.target, torch._ops.OpOverload):
+        node.args = tuple(map(whole, node.args))
 
 
 # ------------------------------------------------------------ for the machine

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from dtensor import dispatch as hot
-from dtensor.lower_code import as_function, drop_unused
+from dtensor.lower_code import as_function, drop_unused, simplify
 from dtensor.lower_record import Recorder, recording_communicators, refuse
 from dtensor.lower_state import VALUES, Reach
-from dtensor.moved import MovedSpec, settled_spec
+from dtensor.moved import MovedSpec, note_written, settled_spec
 from dtensor.spec import Spec
 
 __all__ = ["Program", "trace"]
@@ -122,12 +122,16 @@ class Program:
             else plain[at] if kind == "plain" else objects[at].grad._local_tensor
             for kind, at in self.used
         ]  # fmt: skip
-        with torch.no_grad():
+        with torch._C._AutoDispatchBelowAutograd():
             values = self.function(*given)
         new, D = hot._new, hot._DTensor
         made = [new(D, values[at], spec, requires_grad=False) for at, spec in self.wrapped]
-        if self.written:
-            torch.autograd.graph.increment_version([objects[at] for at in self.written])
+        if self.written or self.plain_written:  # autograd must know, and views that had to move data
+            written = [objects[at] for at in self.written]
+            note_written(objects, self.written)
+            torch.autograd.graph.increment_version(
+                [*written, *[x._local_tensor for x in written], *[plain[at] for at in self.plain_written]]
+            )
         for at, value in self.locals:
             objects[at]._local_tensor = values[value]
         for at, grad in self.grads:
@@ -150,11 +154,12 @@ class _Tracer:
         self.made: dict[int, tuple[Any, Made]] = {}
         self.place = {id(x): i for i, x in enumerate(objects)}
         self.fakes: list[torch.Tensor] = []
+        self.replaced: dict[int, torch.Tensor] = {}
 
     # ------------------------------------------------------------ inputs
     def placeholder(self, name: str, kind: str, at: Any, real: torch.Tensor, layout: str) -> torch.Tensor:
         """A fake tensor for `real`, and the graph's input for it."""
-        made = self.fake.from_tensor(real.detach(), static_shapes=True)
+        made = self._without_values(real, name)
         safe = "".join(c if c.isalnum() else "_" for c in name)
         node = self.recorder.graph.placeholder(safe if safe[:1].isalpha() else f"v_{safe}")
         node.meta["val"] = made
@@ -162,6 +167,19 @@ class _Tracer:
         self.program.inputs.append((kind, at))
         self.program.layouts[node.name] = layout
         return made
+
+    def _without_values(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        """A fake tensor like `real`, in a memory of its own: which inputs share memory may be another at every call."""
+        if real.is_conj() or real.is_neg():
+            raise refuse(
+                f"{name}, lazily conjugated or negated", str(list(real.shape)), "inputs are as they are", "clone it"
+            )
+        shape, stride, offset = real.shape, real.stride(), real.storage_offset()
+        with self.fake:
+            if not offset:
+                return torch.empty_strided(shape, stride, dtype=real.dtype, device=real.device)
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if real.numel() else 0
+            return torch.empty(offset + span, dtype=real.dtype, device=real.device).as_strided(shape, stride, offset)
 
     # ------------------------------------------------------------ results
     def value(self, t: torch.Tensor) -> int:
@@ -210,7 +228,7 @@ def trace(
     before = [(box, dict(box) if isinstance(box, dict) else list(box)) for box in reach.boxes]
     local = [(x, x._local_tensor, x.grad if x.is_leaf else None) for x in objects]
     own_grads = [(g, g._local_tensor) for _, _, g in local if g is not None]
-    replaced: dict[int, torch.Tensor] = {}
+    replaced = t.replaced
     try:
         for i, (x, real, grad) in enumerate(local):
             _check_object(x, grad, names[i])
@@ -310,10 +328,13 @@ def _finish(
     outputs = tuple(t.values)
     recorder.graph.output(outputs)
     _own_constants(recorder)
+    simplify(recorder.graph)
     drop_unused(recorder.graph)
     for i, (_, fake, _, _) in enumerate(own):
         if fake.untyped_storage()._cdata in recorder.storages:
             p.written.append(i)
+    memory = {i: t.replaced[id(real)].untyped_storage()._cdata for i, (_, real) in enumerate(t.plain)}
+    p.plain_written = [i for i, at in memory.items() if at in recorder.storages]
     p.graph, p.constants = recorder.graph, recorder.constants
     users = [bool(n.users) for n in p.graph.nodes if n.op == "placeholder"]
     p.used = [i for i, u in zip(p.inputs, users, strict=True) if u]

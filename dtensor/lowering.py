@@ -14,7 +14,7 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 
 **Never stale.** A call runs a program only if all this is as it was in the trace, and traces again where it is not:
 
-- DTensors: layout, mesh, global shape, stride, dtype, local stride, requires_grad, whether and how there is a `.grad`;
+- DTensors: layout, mesh, global shape, stride, dtype, local stride and offset, requires_grad, its `.grad`'s layout;
 - plain tensors: shape, stride, dtype, device; equal tensors in equal places; other arguments: value and type;
 - whatever the function can reach (`dtensor.lower_state`): every module, parameter, buffer, hook, optimizer, container
   and Python number in its arguments, closure, defaults and globals is the same object, or an equal number
@@ -157,7 +157,12 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 def _meta(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.device
+    return t.shape, t.dtype, t.device, _in_memory(t)
+
+
+def _in_memory(t: torch.Tensor) -> tuple[Any, ...]:
+    """How a local tensor lies in memory, as far as ops may depend on it."""
+    return t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()
 
 
 class _Variant:
@@ -202,7 +207,9 @@ class _Variant:
             _waited(x)
         self._objects: list[Any] = objects[:n_objects] + [None] * (len(objects) - n_objects)
         self._plain: list[Any] = [t for _, t in plain[:n_plain]] + [None] * (len(plain) - n_plain)
-        self._facts = [(x._spec, x.requires_grad, x._local_tensor.stride(), _grad_spec(x)) for x in objects]
+        self._n_reached = n_objects
+        self._seen: list[Any] = [None] * len(objects)  # local tensors of reached objects, looked at already
+        self._facts = [(x._spec, x.requires_grad, _in_memory(x._local_tensor), _grad_spec(x)) for x in objects]
         self._plain_facts = [_meta(t) for _, t in plain]
         self.program: Program = trace(fn, args, kwargs, self._reach, objects, plain, names, plain_names)
 
@@ -229,22 +236,24 @@ class _Variant:
                     return False
             elif x is not known:
                 return False
-        for x, (spec, requires, stride, grad) in zip(objects, self._facts, strict=True):
-            if x._spec is not spec or x.requires_grad != requires or _grad_spec(x) is not grad:
+        seen = self._seen
+        for i, (x, (spec, requires, stride, grad)) in enumerate(zip(objects, self._facts, strict=True)):
+            if x._spec is not spec or _requires(x) != requires:
+                return False
+            if requires and (_grad_spec(x) is not grad or not (x.is_leaf or not now[0])):
                 return False
             local = x._local_tensor
-            if type(local) is not torch.Tensor:
-                local = _waited(x)
-            if local.stride() != stride or not (x.is_leaf or not now[0]):
-                return False
-        distinct = len(self._object_leaves) + len(self._plain_leaves)
-        if distinct > 1:
-            places = [i for _, i in self._object_leaves] + [i for _, i in self._plain_leaves]
-            if len({id(leaves[i]) for i in places}) != distinct:
-                return False
-            held = {id(x) for x in objects}
-            if len(held) != len(objects):
-                return False
+            if local is not seen[i]:
+                if type(local) is not torch.Tensor:
+                    local = _waited(x)
+                if _in_memory(local) != stride:
+                    return False
+                if i < self._n_reached:
+                    seen[i] = local
+        if self._object_leaves and len({id(x) for x in objects}) != len(objects):
+            return False
+        if self._plain_leaves and len({id(t) for t in plain}) != len(plain):
+            return False
         return all(_meta(t) == facts for t, facts in zip(plain, self._plain_facts, strict=True))
 
     def difference(self, leaves: Sequence[Any], structure: Any) -> str:
@@ -296,8 +305,11 @@ def _waited(x: Any) -> torch.Tensor:
     return made
 
 
+_requires = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 def _grad_spec(x: Any) -> Any:
-    if not x.requires_grad or not x.is_leaf:
+    if not _requires(x) or not x.is_leaf:
         return None
     grad = x.grad
     return None if grad is None else getattr(grad, "_spec", grad)

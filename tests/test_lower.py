@@ -223,6 +223,40 @@ def test_results_and_writes() -> None:
     on((3,), f)
 
 
+def test_memory_of_inputs_and_views() -> None:
+    """Offsets, shared memory, views that are left out of a program, a view that had to move data."""
+
+    def f(mesh: Any) -> None:
+        def step(x: DTensor, y: DTensor) -> tuple[DTensor, DTensor]:
+            v = x.t().t().view(2, 3, 2).view(6, 2)[0:6]
+            v.add_(y)
+            return v.t().t() * 2, x.view(12).view(3, 4).view(12) + 1
+
+        def make() -> tuple[DTensor, DTensor, torch.Tensor]:
+            memory = torch.arange(40.0)
+            parts = (memory[at : at + 12].view(6, 2) for at in (0, 12))
+            x, y = (DTensor.from_local(p, mesh, [R]) for p in parts)
+            return x, y, memory
+
+        a, b = make(), make()
+        run = dtensor.lower(step, b[0], b[1])
+        assert sum("view" in str(n.target) for n in run.graph_module.graph.nodes) == 1
+        for i in range(3):
+            want, got = step(a[0], a[1]), run(b[0], b[1])
+            assert_close([full(t) for t in got], [full(t) for t in want])
+            assert_close(b[2], a[2])
+            if i:  # both inputs the same memory, not the same tensor
+                a, b = ((x, DTensor.from_local(x.to_local(), mesh, [R]), m) for x, _, m in (a, b))
+        base = [distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(0)]) for _ in range(2)]
+        moved = [x[1:4] for x in base]
+        write = dtensor.lower(lambda x: x.add_(1), base[1])
+        write(base[1])
+        base[0].add_(1)
+        assert_close(full(moved[1]), full(moved[0]))
+
+    on((2,), f)
+
+
 def start_fake_world() -> dtensor.DeviceMesh:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
