@@ -35,7 +35,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[int, int], nn.Module], tuple[int, ...]]]
 
 
 @pytest.mark.parametrize(("make", "shape"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_convolutions_by_output_then_input_channels(
     make: Callable[[int, int], nn.Module], shape: tuple[int, ...], ranks: int
 ) -> None:
@@ -193,8 +193,7 @@ NORMS: list[Callable[[], nn.Module]] = [
 
 
 @pytest.mark.parametrize("make", NORMS, ids=lambda m: type(m()).__name__)
-@pytest.mark.parametrize("dim", [0, 1, -2])
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize(("dim", "local"), [(0, True), (1, False), (-2, True)])
 def test_norms_of_a_cut_sequence(make: Callable[[], nn.Module], dim: int, local: bool) -> None:
     def f(mesh: DeviceMesh) -> None:
         ref = seeded(make)

@@ -18,6 +18,7 @@ import dtensor
 import parallel
 from dtensor import DeviceMesh, DTensor, init_device_mesh, simulate
 from dtensor.debug import CommDebugMode
+from dtensor.simulate import fake_world
 from parallel import check_plan, parallelize_module, suggest_plan, unparallelize_module
 
 ENDS = {"model.embed_tokens": "RowwiseParallel(input_layouts=Replicate())",
@@ -54,17 +55,16 @@ def read(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("make", "ranks", "want", "note"), CASES.values(), ids=CASES)
 def test_suggestions(make: Callable[[], nn.Module], ranks: int, want: dict[str, str], note: str) -> None:
     """What is suggested, that it prints as code, and that it trains like one process."""
+    with fake_world(ranks):
+        ref = seeded(make)
+        plan = suggest_plan(ref, init_device_mesh("cpu", (ranks,)))
+    assert {name: repr(style) for name, style in plan.items()} == want
+    assert note in " ".join(plan.notes) and (note != "" or not plan.notes)
+    assert {name: repr(style) for name, style in read(repr(plan)).items()} == want
 
     def f(mesh: DeviceMesh) -> None:
         ref = seeded(make)
-        with CommDebugMode() as mode:
-            plan = suggest_plan(ref, mesh)
-        assert {name: repr(style) for name, style in plan.items()} == want
-        assert note in " ".join(plan.notes) and (note != "" or not plan.notes)
-        assert not any(isinstance(p, DTensor) for p in ref.parameters()) and mode.get_total_counts() == 0
-        written = read(repr(plan))
-        assert {name: repr(style) for name, style in written.items()} == want
-        net = parallelize_module(copy.deepcopy(ref), mesh, written)
+        net = parallelize_module(copy.deepcopy(ref), mesh, read(repr(plan)))
         tokens = ints(VOCABULARY, 2, 8)
         out = net(tokens)
         same(out, ref(tokens))
@@ -147,7 +147,10 @@ def test_the_check_of_a_suggestion() -> None:
     def f(mesh: DeviceMesh) -> None:
         ref = seeded(lambda: Llama(moe=True))
         tokens = ints(VOCABULARY, 2, 8)
-        report = check_plan(ref, suggest_plan(ref, mesh), mesh, tokens)
+        with CommDebugMode() as mode:
+            plan = suggest_plan(ref, mesh)
+            report = check_plan(ref, plan, mesh, tokens)
+        assert mode.get_total_counts() == 0 and not any(isinstance(p, DTensor) for p in ref.parameters())
         assert report and not report.idle and "forward reads values" in str(report)
 
     on_ranks(f, 2)
