@@ -75,6 +75,8 @@ def _cross_entropy(
     goal = _check_target("cross_entropy", logits, axis, target)
     given, scale = _operands("cross_entropy", target, weight, logits)
     totals = None
+    if given.ndim == logits.ndim and ignore_index >= 0:
+        raise RuntimeError("cross_entropy: ignore_index is for class indices, but the target holds class probabilities")
     if given.ndim < logits.ndim:
         totals = known_totals(given, goal, scale, logits.shape[class_dim(logits.ndim)], logits.dtype, ignore_index)
     return cross_entropy(logits, moved(given, goal), scale, reduction, ignore_index, label_smoothing, totals)

@@ -25,7 +25,7 @@ from loss.rows import Classes, along_classes, class_dim, index_totals
 from propagation_rules.classes import check_targets
 from propagation_rules.loss import accumulation_dtype
 
-__all__ = ["cross_entropy", "in_parts", "settled_total", "totals_of"]
+__all__ = ["autocast_dtype", "cross_entropy", "in_parts", "mean_of", "settled_total", "totals_of"]
 
 _ops = torch.ops.shardwright
 _registered = (_kernels, _probabilities)
@@ -45,7 +45,7 @@ def cross_entropy(
         reduction: "none", "sum" or "mean".
         totals: `totals_of` the targets of all rows, where they are known.
     """
-    low = logits.dtype if not torch.is_autocast_enabled(logits.device.type) else accumulation_dtype(logits.dtype)
+    low = accumulation_dtype(logits.dtype) if autocast_dtype(logits.device) else logits.dtype
     if target.ndim == logits.ndim:
         loss = _Probabilities.apply(logits, target, weight, reduction, smoothing)
     else:
@@ -53,6 +53,13 @@ def cross_entropy(
             raise RuntimeError("cross_entropy: weight has no gradient where the targets are class indices; detach() it")
         loss = _Indices.apply(logits, target, weight, totals, reduction, ignore_index, smoothing)
     return loss.to(low)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The lower precision of autocast on `device`; None where it is off."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 # ------------------------------------------------------------ what all rows weigh
@@ -82,7 +89,7 @@ def settled_total(
     own = totals.to_local() if isinstance(totals, DTensor) else totals
     text = f"cross_entropy: a target on another rank is out of bounds for {count} classes"
     if looks_at_values(own):
-        if own[1]:
+        if own.numel() and own[1]:  # a rank outside the mesh holds nothing
             mine = target.to_local() if isinstance(target, DTensor) else target
             check_targets("cross_entropy", mine, count, ignore_index)
             raise IndexError(text)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
 from loss import linear_kernels as _kernels
-from loss.cross_entropy import in_parts, mean_of, settled_total
+from loss.cross_entropy import autocast_dtype, in_parts, mean_of, settled_total
 from loss.layouts import (
     check_index_dtype,
     check_options,
@@ -140,9 +140,8 @@ def _under_autocast(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype]:
     """The inputs as a linear layer takes them under autocast, and the dtype of the loss."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
+    low = autocast_dtype(hidden.device)
+    if low is not None:
         return hidden.to(low), weight.to(low), None if bias is None else bias.to(low), accumulation_dtype(low)
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     if len(dtypes) > 1 or not hidden.is_floating_point():

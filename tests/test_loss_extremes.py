@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from laws import ints, rand
 
 import dtensor
@@ -253,3 +254,52 @@ def test_logits_used_twice_and_graphs_kept() -> None:
             got.backward()
 
     on(f, 4)
+
+
+# ------------------------------------------------------------ where it runs
+def test_ranks_outside_the_mesh() -> None:
+    x, t = rand(4, 6), ints(6, 4)
+    want = F.cross_entropy(x, t)
+
+    def f() -> float | None:
+        mesh = DeviceMesh("cpu", [0, 1])
+        dx = laid(x, mesh, S(1)).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(dx, t)
+        loss.backward()
+        return float(loss.to_local()) if mesh.get_coordinate() is not None else None
+
+    assert dtensor.simulate(3)(f) == [pytest.approx(float(want)), pytest.approx(float(want)), None]
+
+
+def test_meta_tensors_and_checkpointing() -> None:
+    x, t = rand(4, 6), ints(6, 4)
+    wx = x.clone().requires_grad_()
+    F.cross_entropy(wx, t).backward()
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with loss_parallel():
+            return F.cross_entropy(x, t)
+
+    def f(mesh: DeviceMesh) -> None:
+        meta = laid(torch.empty(4, 6, device="meta"), mesh, S(1))
+        with loss_parallel():
+            assert F.cross_entropy(meta, laid(torch.empty(4, dtype=torch.int64, device="meta"), mesh, R)).shape == ()
+        dx = laid(x, mesh, S(1)).requires_grad_()
+        torch.utils.checkpoint.checkpoint(inside, dx, use_reentrant=False).backward()
+        torch.testing.assert_close(dx.grad.full_tensor(), wx.grad)
+
+    on(f, 2)
+
+
+def test_probabilities_refuse_an_ignored_class() -> None:
+    """As the plain op does."""
+    p = rand(4, 6).softmax(1)
+    with pytest.raises(RuntimeError, match="ignore_index"):
+        F.cross_entropy(rand(4, 6), p, ignore_index=1)
+
+    def f(mesh: DeviceMesh) -> None:
+        with loss_parallel(), pytest.raises(RuntimeError, match="ignore_index is for class indices"):
+            F.cross_entropy(laid(rand(4, 6), mesh, S(1)), laid(p, mesh, S(1)), ignore_index=1)
+
+    on(f, 2)
