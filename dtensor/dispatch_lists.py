@@ -16,11 +16,19 @@ from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, make_call, output_metas, some_elements
+from dtensor.dispatch_call import (
+    flat,
+    is_dtensor,
+    make_call,
+    map_named,
+    output_metas,
+    plain_wrapper,
+    some_elements,
+)  # fmt: skip
 from dtensor.dispatch_functional import Execute, run_on_copies, with_kwargs
 from dtensor.dispatch_views import write_local
 from dtensor.dispatch_writes import functional_form
-from dtensor.errors import LayoutError, MeshError
+from dtensor.errors import MeshError
 from dtensor.moved import note_written, storage_of
 from dtensor.placement import Shard, StridedShard
 from dtensor.propagate import Decision, decide
@@ -121,6 +129,12 @@ def miss_lists(
     lists = [a.name for a in params if isinstance(whole[a.name], (list, tuple)) and str(a.type).startswith("List[")]
     count = max((len(whole[n]) for n in lists), default=0)
     positions = {a.name: i for i, a in enumerate(params[: len(args)])}
+    shared = [a.name for a in params if a.name not in lists and isinstance(whole[a.name], Spec)]
+    if not all(whole[name].is_replicated() for name in shared):
+        execute = with_whole(info, shared, kwargs)
+        result = execute(local, named, args)
+        hot.store(info, key, execute)
+        return result
     entry = base_entry(info)
     moves: list[Move] = []
     results: list[Spec | None] = []
@@ -137,10 +151,6 @@ def miss_lists(
             continue
         for name, src, dst in zip(call.names, call.inputs, decision.inputs, strict=True):
             if src is not dst:
-                if name not in lists:
-                    raise LayoutError(
-                        f"{info.name}: argument {name!r} is shared by all elements and must be replicated, got {src}"
-                    )
                 moves.append((positions.get(name, name), i, src, dst))
         results += decision.outputs
     execute = in_parts(info, kwargs, lost, count) if lost else ListPlan(info, moves, results).execute
@@ -149,6 +159,20 @@ def miss_lists(
     result = execute(local, named, args)
     hot.store(info, key, execute)
     return result
+
+
+def with_whole(info: OpInfo, shared: Sequence[str], kwargs: dict[str, Any]) -> Execute:
+    """What runs a list op after the arguments `shared`, which all elements read, are made whole."""
+
+    def whole(name: str, a: Any) -> Any:
+        if name not in shared or not is_dtensor(a):
+            return a
+        return plain_wrapper(redistribute_local(a._local_tensor, a._spec, a._spec.replicated()), a._spec.replicated())
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return hot.dispatch(info.func, *map_named(whole, info.func, args, kwargs))
+
+    return with_kwargs(kwargs, run)
 
 
 def counted(execute: Execute) -> Execute:

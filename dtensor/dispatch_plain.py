@@ -27,6 +27,7 @@ from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args, plain_wrapper, replicated_on
+from dtensor.dispatch_mixed import number_written, run_kinds
 from dtensor.errors import MixedTensorError, explain_error
 from dtensor.plain_origin import Place, called_by_autograd, made_by_torch, value_at
 
@@ -48,6 +49,9 @@ _noticed: set[str] = set()
 
 def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with plain tensors among DTensors, run with those that may count as replicated."""
+    apart = run_kinds(info, args, kwargs) if info.kind == "foreach" else number_written(info, args, kwargs)
+    if apart is not None:
+        return apart[0]
     mesh = common_mesh(info, args, kwargs)
     _refuse_written(info, args, kwargs)
     if not (getattr(hot._flags, "implicit", False) or _torch_implicit()):

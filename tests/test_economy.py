@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,7 @@ def test_a_step_of_a_block(cut: bool, form: dict[str, bool]) -> None:
         ref = seeded(Block)
         net = parallelize_module(copy.deepcopy(ref), mesh, sequence_plan() if cut else plain_plan())
         pairs = list(zip(ref.parameters(), net.parameters(), strict=True))
-        groups = [[{"params": [pair[i] for pair in pairs if isinstance(pair[1], DTensor) is kind]} for kind in
-                   (False, True)] for i in (1, 0)]  # fmt: skip
-        optimizers = [torch.optim.AdamW([g for g in part if g["params"]], lr=0.1, **form) for part in groups]
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **form) for m in (net, ref)]
         for step in range(2):
             x = rand(2, 8, 16, seed=step)
             y = (x.chunk(4, 1)[mesh.get_local_rank()] if cut else x).clone()
@@ -205,9 +204,9 @@ def test_a_step_of_a_block(cut: bool, form: dict[str, bool]) -> None:
             ref(x).square().sum().backward()
             assert sent_forward == forward and sorted(sent_backward) == sorted(forward)
             same(y.grad, x.grad.chunk(4, 1)[mesh.get_local_rank()] if cut else x.grad)
-            mine = [(p, q) for p, q in pairs if isinstance(q, DTensor)]  # without a sequence the norms are plain
-            total = nn.utils.clip_grad_norm_([p for p, _ in mine], 1.0)
-            got, sent_clip, _ = sent(lambda mine=mine: nn.utils.clip_grad_norm_([q for _, q in mine], 1.0))
+            clip = partial(nn.utils.clip_grad_norm_, max_norm=1.0, foreach=form.get("foreach"))
+            total = clip(ref.parameters())
+            got, sent_clip, _ = sent(partial(clip, net.parameters()))
             same(got, total)
             _, sent_step, _ = sent(optimizers[0].step)
             optimizers[1].step()
@@ -215,5 +214,40 @@ def test_a_step_of_a_block(cut: bool, form: dict[str, bool]) -> None:
             for p, q in pairs:
                 torch.testing.assert_close(q.full_tensor() if isinstance(q, DTensor) else q, p, rtol=1e-3, atol=1e-4)
                 p.grad = q.grad = None
+
+    on((4,), f)
+
+
+# ------------------------------------------------------------ lists of plain tensors and DTensors
+def test_list_ops_take_both_kinds_side_by_side() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        full = [rand(6, 4, seed=i) for i in range(4)]
+        other = [rand(6, 4, seed=9 + i) for i in range(4)]
+        kinds: list[Layout | None] = [None, (S(0),), None, (P,)]
+        mixed = lambda ts: [t.clone() if k is None else make(t, mesh, k) for t, k in zip(ts, kinds, strict=True)]  # noqa: E731
+        a, b = mixed(full), mixed(other)
+        for got, want in (
+            (torch._foreach_add(a, b, alpha=2), torch._foreach_add(full, other, alpha=2)),
+            (torch._foreach_mul(a, 2.0), torch._foreach_mul(full, 2.0)),
+            (torch._foreach_norm(a, 2.0), torch._foreach_norm(full, 2.0)),
+            (torch._foreach_mul(a, [1.0, 2.0, 3.0, 4.0]), torch._foreach_mul(full, [1.0, 2.0, 3.0, 4.0])),
+        ):
+            for g, w, k in zip(got, want, kinds, strict=True):
+                assert isinstance(g, DTensor) is (k is not None)
+                same(g, w)
+        number = make(torch.tensor(3.0), mesh, [P])
+        for target in (a, a[::2]):
+            before = [t.clone() for t in target]
+            torch._foreach_mul_(target, number)
+            for t, was in zip(target, before, strict=True):
+                same(t, was * 3.0)
+        same(a[0].clone().mul_(number), a[0] * 3)
+        before = [t.clone() for t in a]
+        with pytest.raises(RuntimeError, match="mixed"):  # elements that mix kinds
+            torch._foreach_add_(a, [*b[1:], b[0]])
+        for t, was in zip(a, before, strict=True):
+            same(t, was)
+        with pytest.raises(RuntimeError, match="written, is a plain tensor"):
+            a[0].mul_(a[1])
 
     on((4,), f)
