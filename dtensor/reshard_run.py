@@ -14,12 +14,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from dtensor.comm import Communicator, Pending
+from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import LayoutError, explain_error
-from dtensor.placement import Partial
+from dtensor.placement import Partial, Placement
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import unwaited
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
@@ -28,7 +30,9 @@ from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.spec import Spec
 
-__all__ = ["exchange_others", "redistribute_local", "resolved", "run_reshard"]
+__all__ = [
+    "Move", "exchange_others", "known_move", "redistribute_local", "remember_move", "resolved", "run_reshard",
+]  # fmt: skip
 
 Run = Callable[[torch.Tensor, bool], torch.Tensor]
 """From the local tensor before a step to the one after; True asks for a result that may be unwaited."""
@@ -68,6 +72,43 @@ def run_reshard(plan: ReshardPlan, local: torch.Tensor, *, async_op: bool = Fals
     if local.is_conj() or local.is_neg():
         local = resolved(local)
     return bound[0](local, async_op)
+
+
+class Move(NamedTuple):
+    """A redistribution that was made before: how this rank runs it, and the spec of the result."""
+
+    run: Run
+    target: Spec
+    shape: torch.Size
+    model: CostModel
+
+
+_MOVES: dict[tuple[object, ...], Move] = {}
+_MOST = 4096
+
+
+def known_move(src: Spec, placements: Sequence[object], local: torch.Tensor) -> Move | None:
+    """The move of a tensor of `src`, whose part is `local`, to `placements` as a user wrote them, if it is known."""
+    if type(placements) is not list and type(placements) is not tuple:
+        return None
+    try:
+        move = _MOVES.get((src, *placements))
+    except TypeError:  # what is no placement need not have a hash
+        return None
+    if move is None or move.shape != local.shape or move.model is not current_cost_model():
+        return None
+    return None if local.is_conj() or local.is_neg() else move
+
+
+def remember_move(src: Spec, placements: Sequence[object], target: Spec) -> None:
+    """Remember how a tensor of `src` came to be one of `target`. Specs of views that moved are not remembered."""
+    if type(src) is not Spec or src.mesh.coord is None or src.placements == target.placements:
+        return
+    plan = plan_reshard(src, src.with_placements(target.placements))
+    if plan.bound and all(isinstance(p, Placement) for p in placements) and any(s.kind != "keep" for s in plan.steps):
+        if len(_MOVES) >= _MOST:
+            _MOVES.clear()
+        _MOVES[(src, *placements)] = Move(plan.bound[0], target, torch.Size(src.local_shape), current_cost_model())
 
 
 def resolved(local: torch.Tensor) -> torch.Tensor:
@@ -255,7 +296,7 @@ def exchange_others(
             mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile
             return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
         got = comm.all_to_all(parts, shapes)
-        parts.clear()  # what was sent may have been copies
+        del parts[:]  # what was sent may have been copies
         return finish(got, mine)
 
     return run

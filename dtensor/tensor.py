@@ -26,7 +26,7 @@ from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_run import redistribute_local
+from dtensor.reshard_run import known_move, redistribute_local, remember_move
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.strides import dense, in_order, stride_like
 
@@ -199,6 +199,12 @@ class DTensor(torch.Tensor):
         """
         if _compiling() and (device_mesh is None or isinstance(device_mesh, DeviceMesh)):
             return _compiled.redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
+        grad = torch.is_grad_enabled() and self.requires_grad
+        if device_mesh is None and placements and not grad and not async_op and forward_dtype is None:
+            move = known_move(self._spec, placements, self._local_tensor)
+            if move is not None:
+                moved = move.run(self._local_tensor, False)
+                return cast(DTensor, new(DTensor, moved, move.target, requires_grad=False))
         own = self._spec.mesh
         mesh = own if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
@@ -211,9 +217,12 @@ class DTensor(torch.Tensor):
                     f"redistribute: {self._spec} to {dst!r} on mesh axis {mesh.axis_name(axis)}, where it is {src!r}: "
                     "a pending reduction cannot be asked for; use Replicate() or Shard(dim)"
                 )
-        if torch.is_grad_enabled() and self.requires_grad:
+        if grad:
             return cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype, mesh))
-        return _redistribute(self, placed, async_op, forward_dtype, mesh)
+        result = _redistribute(self, placed, async_op, forward_dtype, mesh)
+        if device_mesh is None and forward_dtype is None:
+            remember_move(self._spec, placements, result._spec)
+        return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank, as a plain torch.Tensor. Differentiable.

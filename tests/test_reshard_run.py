@@ -15,14 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dtensor
+from dtensor import DTensor, distribute_tensor
 from dtensor.comm import observers
-from dtensor.cost import CostModel
+from dtensor.cost import CostModel, use_cost_model
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.errors import LayoutError
 from dtensor.placement import Partial, Placement, Shard, StridedShard
 from dtensor.reshard_layout import Space
 from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import redistribute_local, run_reshard
+from dtensor.reshard_run import known_move, redistribute_local, run_reshard
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -57,6 +58,33 @@ def test_results_share_no_memory_with_the_input(src: Placement, dst: Placement) 
         return all(kept)
 
     assert all(on_ranks(4, body))
+
+
+def test_remembered_moves() -> None:
+    """Called again a redistribution takes a short way: same values and specs, only where it is the same call."""
+
+    def body(mesh: DeviceMesh) -> list[bool]:
+        full = torch.arange(24.0).reshape(6, 4)
+        x = distribute_tensor(full, mesh, [S0])
+        first, again = (x.redistribute(placements=[Shard(-1)]) for _ in range(2))
+        right = [torch.equal(again.to_local(), first.to_local()), again._spec is first._spec]
+        assert known_move(x._spec, [Shard(-1)], x.to_local()) is not None
+        with use_cost_model(CostModel(latency=1.0)):
+            right.append(known_move(x._spec, [Shard(-1)], x.to_local()) is None)
+        right += [known_move(x._spec, what, x.to_local()) is None for what in ([R], [[]], [0], iter([R]))]  # type: ignore[arg-type]
+        for _ in range(2):
+            odd = distribute_tensor(torch.complex(full, full), mesh, [S0])
+            turned = DTensor.from_local(odd.to_local().conj(), mesh, [S0], run_check=False)
+            right.append(torch.equal(turned.redistribute(placements=[R]).to_local(), torch.complex(full, -full)))
+            right.append(torch.equal(odd.redistribute(placements=[R]).to_local(), torch.complex(full, full)))
+            with pytest.raises(RuntimeError, match="pending reduction"):
+                x.redistribute(placements=[P])
+            with pytest.raises(ValueError, match="placements"):
+                x.redistribute(placements=[R, R])
+        return right
+
+    for right in on_ranks(2, body):
+        assert all(right), right
 
 
 def test_received_elements_are_what_communicators_count() -> None:
