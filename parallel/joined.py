@@ -2,7 +2,10 @@
 
 The module's class is replaced by a subclass made for it, in which the packed names are properties. In forward they
 give the local shards of the parts, one after the other, as a DTensor: a tensor of the right shape whose features are
-in the order of the ranks, not of the parts. Elsewhere they give the parts joined in their true order.
+in the order of the ranks, not of the parts. Elsewhere they give the parts joined in their true order, as does
+`state_dict`. That is a copy, which is remembered until the module runs or is asked again: what was written into it by
+then (`nn.init.normal_(module.weight)`, `module.reset_parameters()`) is written into the parts. Writes through
+`module.weight.data` leave no trace, so copies given by the property are always written back, which costs an exchange.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ __all__ = ["keep_parts", "put_together", "running_order", "split_output"]
 
 PACKED = "_packed_parameters"
 RUNNING = "_packed_running"
+HANDED = "_packed_handed"
 
 
 def keep_parts(module: nn.Module, dims: Mapping[str, int], sizes: Sequence[int]) -> None:
@@ -40,6 +44,7 @@ def put_together(module: nn.Module) -> None:
     packed = module.__dict__.get(PACKED)
     if packed is None:
         return
+    _settle(module)
     values = {name: [module._parameters.pop(f"{name}_{i}") for i in range(n)] for name, (_, n) in packed.items()}
     del module.__dict__[PACKED]
     module.__class__ = type(module).__mro__[2]
@@ -81,6 +86,7 @@ class _InParts:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on the local shards of the parts."""
         packed = self.__dict__[PACKED]
+        _settle(self)
         self.__dict__[RUNNING] = {name: _by_rank(_parts(self, name), dim) for name, (dim, _) in packed.items()}
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -89,10 +95,11 @@ class _InParts:
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         own: dict[str, Any] = {}
+        _settle(self)
         super()._save_to_state_dict(own, "", keep_vars)  # type: ignore[misc]
         for name, (dim, n) in self.__dict__[PACKED].items():
             parts = [own.pop(f"{name}_{i}") for i in range(n)]
-            destination[prefix + name] = _joined(parts, dim)
+            destination[prefix + name] = _hand_out(self, name, parts, dim)
         destination.update({prefix + name: x for name, x in own.items()})
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -127,6 +134,44 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return whole
 
 
+def _hand_out(
+    module: Any, name: str, parts: Sequence[torch.Tensor], dim: int, by_data: bool = False
+) -> torch.Tensor:
+    """The joined parts, remembered with what tells whether they or the parts are written to later.
+
+    `by_data`: they may be written to without a trace.
+    """
+    whole = _joined(parts, dim)
+    handed = module.__dict__.setdefault(HANDED, [])
+    handed.append((name, whole, _versions([whole]), _versions(_parts(module, name)), by_data))
+    return whole
+
+
+def _settle(module: Any) -> None:
+    """Write into the parts what was written into joined copies of them, and forget the copies."""
+    for name, whole, then, parts_then, by_data in module.__dict__.pop(HANDED, ()):
+        parts, dim = _parts(module, name), module.__dict__[PACKED][name][0]
+        written, moved_on = _versions([whole]) != then, _versions(parts) != parts_then
+        if not written and (moved_on or not by_data):
+            continue
+        if moved_on:
+            raise RuntimeError(
+                f"{type(module).__name__}: both the parts of `{name}` and a joined copy of them were written to\n"
+                "  rule: a packed parameter with parts of several sizes is kept in parts; module.weight and "
+                "state_dict() give copies, whose changes are taken over when the module is used next\n"
+                f"  fix: write to one of them, or load_state_dict; the parts are {name}_0, {name}_1, ..."
+            )
+        with torch.no_grad():
+            for part, piece in zip(parts, whole.detach().split([p.shape[dim] for p in parts], dim), strict=True):
+                part.copy_(piece)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """What changes when a tensor is written to."""
+    seen = [(t, *([t._local_tensor] if isinstance(t, DTensor) else [])) for t in tensors]
+    return [(id(each[0]), *(0 if t.is_inference() else t._version for t in each)) for each in seen]
+
+
 def _by_rank(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The parts with the features in the order of the ranks: every rank's shards, one after the other."""
     first = parts[0]
@@ -154,7 +199,10 @@ def _in_parts(cls: type[nn.Module]) -> type[nn.Module]:
             if name not in packed:
                 return self._parameters.get(name)
             running = self.__dict__.get(RUNNING)
-            return running[name] if running is not None else _joined(_parts(self, name), packed[name][0])
+            if running is not None:
+                return cast(torch.Tensor, running[name])
+            _settle(self)
+            return _hand_out(self, name, _parts(self, name), packed[name][0], by_data=True)
 
         return property(get)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,38 @@ def test_state_dicts_read_and_write_the_plain_keys(sizes: tuple[int, ...]) -> No
         same(other(rand(3, 6)), net(rand(3, 6)))
         with pytest.raises(RuntimeError, match='Missing key\\(s\\) in state_dict: "0.weight"'):
             other.load_state_dict({"0.bias": state["0.bias"]})
+
+    on_ranks(f, 2)
+
+
+def test_writes_into_the_whole_reach_the_parts() -> None:
+    """As initialisation does, and averages of weights by way of state_dict."""
+
+    def f(mesh: DeviceMesh) -> None:
+        ref = nn.Linear(6, 12)
+        net = parallelize_module(copy.deepcopy(ref), mesh, PackedColwiseParallel((8, 2, 2)))
+        x = rand(3, 6)
+        writes: list[Callable[[nn.Module], object]] = [
+            lambda m: nn.init.constant_(m.weight, 0.25),  # type: ignore[arg-type]
+            lambda m: m.weight.data.fill_(0.5),  # type: ignore[operator, union-attr]
+            lambda m: [v.mul_(0.5) for v in m.state_dict().values()],
+            lambda m: (torch.manual_seed(3), m.reset_parameters()),  # type: ignore[operator]
+        ]
+        for write in writes:
+            write(ref)
+            write(net)
+            same(net.state_dict()["weight"], ref.weight)
+            same(torch.cat([p.full_tensor() for n, p in net.named_parameters() if "bias" in n]), ref.bias)  # type: ignore[attr-defined]
+            write(ref)
+            write(net)
+            out = net(x)
+            same(out, torch.cat([y.chunk(2, -1)[mesh.get_local_rank()] for y in ref(x).split([8, 2, 2], -1)], -1))
+        whole = net.state_dict()["weight"]
+        with torch.no_grad():
+            net.weight_0.zero_()  # type: ignore[operator]
+            whole.zero_()
+        with pytest.raises(RuntimeError, match="both the parts of `weight` and a joined copy"):
+            net(x)
 
     on_ranks(f, 2)
 
