@@ -68,7 +68,7 @@ def some_elements(
 
 def plain_wrapper(local: torch.Tensor, spec: Spec) -> Any:
     """A DTensor of these parts, no view of anything."""
-    return hot._new(hot._DTensor, local, spec, requires_grad=False)
+    return hot._new(hot._DTensor, local.detach() if local.requires_grad else local, spec, requires_grad=False)
 
 
 def replicated_on(mesh: DeviceMesh, t: torch.Tensor) -> Any:
