@@ -119,6 +119,7 @@ def _settled(call: str, logits: DTensor) -> tuple[DTensor, int]:
         raise ValueError(
             f"{call} inside loss_parallel(): the class dim (dim {c}) must be sharded on exactly one mesh axis\n"
             f"  got: logits of shape {tuple(logits.shape)} with placements {tuple(logits.placements)}\n"
+            f"  accepted: Shard({c}) on one axis, on the others Replicate() or a shard of another dim\n"
             f"  fix: logits.redistribute(placements=[Shard({c})]) on one axis, e.g. by ColwiseParallel("
             "use_local_output=False), or leave the context"
         )
