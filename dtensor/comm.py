@@ -20,7 +20,7 @@ import torch
 
 from dtensor.reductions import check_reduction
 
-__all__ = ["Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose"]
+__all__ = ["Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "traced"]
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -83,6 +83,11 @@ class Pending(Generic[T]):
             self._value = self._finish()
             self._finish = self._raw = None
         return self._value  # type: ignore[return-value]
+
+    @property
+    def unfinished(self) -> bool:
+        """True where something is left to compute once the collective is over."""
+        return self._finish is not None and self._raw is None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -336,6 +341,11 @@ def padding_counts(padded: int, exact: int) -> bool:
     `padded`, `exact`: bytes that arrive at the position that receives most.
     """
     return padded > 1.05 * exact + 128
+
+
+def traced(x: torch.Tensor) -> bool:
+    """True for a tensor of a trace, which has no values and of which a graph is made."""
+    return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 class _Purpose(threading.local):

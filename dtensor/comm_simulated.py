@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor.comm import Communicator, Pending, Shape, observers, received
+from dtensor.comm import Communicator, Pending, Shape, observers, received, traced
 from dtensor.rank_threads import CollectiveMismatch, RankThreads, Signature
 from dtensor.reductions import check_reduction, reduce_tensors
 from dtensor.world import World, check_own
@@ -108,6 +108,13 @@ def run_local(work: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]
     return run
 
 
+def _has_traced(payload: Any) -> bool:
+    """True where a tensor of a trace is among what a rank gives."""
+    if isinstance(payload, torch.Tensor):
+        return traced(payload)
+    return isinstance(payload, (list, tuple)) and any(map(_has_traced, payload))
+
+
 class SimulatedCommunicator(Communicator):
     """The collectives of simulated ranks. `async_op` changes nothing: the result is there when the call returns."""
 
@@ -130,6 +137,11 @@ class SimulatedCommunicator(Communicator):
             observers.report(kind, self.ranks, elements, itemsize)
         world = self._world
         check_own(world, "this mesh")
+        if torch._C._len_torch_dispatch_stack() and _has_traced(payload):
+            raise RuntimeError(
+                f"{kind} of simulated ranks inside torch.compile: a rank cannot wait for the others while it "
+                "compiles; use dtensor.lower, or torch.compile on process groups (gloo, nccl, fake)"
+            )
         return world.threads.meet(world.rank, self.ranks, self.rank, (kind, *signature), payload, run_local(work))
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:

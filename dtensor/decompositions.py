@@ -27,6 +27,7 @@ from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import Op, OpInfo
 from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, output_metas, plain_wrapper, replicated_on
+from dtensor.kernel import traced
 from dtensor.placement import Replicate
 from dtensor.propagate import decide
 from dtensor.registry import Call
@@ -151,7 +152,7 @@ class _Trial(TorchDispatchMode):
         """A plain tensor made from Python values inside the decomposition: a step that gives it, replicated."""
         if not isinstance(a, torch.Tensor) or is_dtensor(a):
             return a
-        if a.device.type == "meta":
+        if a.device.type == "meta" or traced(a):  # a plan that is kept must not hold a tensor of a trace
             raise _GaveUp("a tensor without data")
         value = a.detach().clone()
         spec = Spec.make(self.mesh, (Replicate(),) * self.mesh.ndim, value.shape, value.stride(), value.dtype)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtensor.comm import traced
 from dtensor.spec import Interval, Spec
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ def looks_at_values(x: torch.Tensor) -> bool:
     """
     return x.device.type == "cpu" and not traced(x)
 
-
-def traced(x: torch.Tensor) -> bool:
-    """True for a tensor of a trace, of which a graph is made."""
-    return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 @dataclass(slots=True)

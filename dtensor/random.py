@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from dtensor.comm import traced
 from dtensor.placement import Shard, StridedShard
 from dtensor.spec import Spec
 
@@ -100,6 +101,11 @@ def _common_stream(spec: Spec, generator: torch.Generator) -> Iterator[None]:
     A rank whose generator stood elsewhere goes on from there, one number later.
     """
     axes = _agreeing_axes(spec)
+    if axes and torch._C._len_torch_dispatch_stack() and traced(torch.empty(0)):
+        raise RuntimeError(
+            f"random numbers for {spec} inside torch.compile: the ranks make their generators agree at every call, "
+            "which a graph cannot; draw outside of it, or, ranks seeded alike, `with dtensor.random.equal_seeds():`"
+        )
     own = common = generator.get_state() if axes else None
     for axis in axes:
         assert common is not None

@@ -117,6 +117,21 @@ def test_inductor_does_what_eager_does() -> None:
     assert_close(found[1], found[0])
 
 
+def test_what_a_graph_cannot_hold_is_refused() -> None:
+    """Collectives of simulated ranks, which would wait for each other for ever; numbers that ranks must agree on."""
+
+    def on_ranks() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        compiled(lambda x: x.full_tensor())(x)
+
+    with pytest.raises(Exception, match="simulated ranks inside torch.compile"):
+        dtensor.simulate(2)(on_ranks)
+    x = distribute_tensor(torch.ones(4), start_fake_world(), [Replicate()], src_data_rank=None)
+    with pytest.raises(Exception, match="ranks make their generators agree"):
+        compiled(torch.rand_like)(x)
+
+
 def test_collectives_are_functional_and_by_name() -> None:
     """A graph holds functional collectives by the name of their group, and a layout that changes makes another."""
     mesh = start_fake_world()
