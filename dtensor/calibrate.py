@@ -114,7 +114,12 @@ def save(model: CostModel, file: str | Path) -> None:
     for name in ("axis_latency", "axis_bandwidth"):
         plain[name] = {str(a): v for a, v in plain[name].items()}
     plain["slack"] = None if model.by_seconds else model.slack
+    plain["wire"] = {_name(own): _name(other) for own, other in model.wire.items()}
     Path(file).write_text(json.dumps(plain, indent=2) + "\n")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def load(file: str | Path) -> CostModel:
@@ -123,6 +128,7 @@ def load(file: str | Path) -> CostModel:
     for name in ("axis_latency", "axis_bandwidth"):
         plain[name] = {int(a): v for a, v in plain.get(name, {}).items()}
     plain["slack"] = math.inf if plain.get("slack") is None else plain["slack"]
+    plain["wire"] = {getattr(torch, own): getattr(torch, other) for own, other in plain.get("wire", {}).items()}
     return CostModel(**plain)
 
 

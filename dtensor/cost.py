@@ -18,6 +18,11 @@ Two ways to choose. With a finite `slack` a redistribution receives no more than
 in the fewest collectives that allow it: right without any measurement, because it needs no numbers. With
 `slack=math.inf` the seconds alone decide between fewer bytes and fewer launches; then they should be measured
 (`python -m dtensor.calibrate`).
+
+A model also says in which dtype a redistribution adds up pending sums, where that is not the tensor's own:
+
+    >>> with use_cost_model(CostModel(wire={torch.bfloat16: torch.float32})):   # exact to one rounding, twice the bytes
+    ...     y = x.redistribute(placements=[Replicate()])                        # bf16, as x is
 """
 
 from __future__ import annotations
@@ -27,6 +32,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CostModel", "current_cost_model", "set_cost_model", "use_cost_model"]
 
@@ -49,6 +58,8 @@ class CostModel:
         axis_latency, axis_bandwidth: by mesh axis, where they differ.
         slack: plans that receive more than this many times the fewest bytes are left out, and of the others those
             with the fewest collectives are compared; inf: seconds alone decide.
+        wire: by dtype of a tensor, the dtype in which its pending sums and averages travel and are added up; the
+            result has the tensor's dtype again. {bfloat16: float32} rounds once, {float32: bfloat16} sends half.
     """
 
     latency: float = 6.6e-6
@@ -59,6 +70,7 @@ class CostModel:
     axis_latency: Mapping[int, float] = field(default_factory=dict)
     axis_bandwidth: Mapping[int, float] = field(default_factory=dict)
     slack: float = 1.05
+    wire: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         speeds = [self.bandwidth, self.copy_bandwidth, *self.axis_bandwidth.values()]
@@ -67,6 +79,9 @@ class CostModel:
             raise ValueError(f"CostModel: bandwidths must be positive and latencies not negative, got {self!r}")
         if self.slack < 1:
             raise ValueError(f"CostModel: slack must be positive, at least 1, got {self.slack!r}")
+        for own, other in self.wire.items():
+            if not (own.is_floating_point and other.is_floating_point or own.is_complex and other.is_complex):
+                raise ValueError(f"CostModel: wire is from float to float or complex to complex, got {own}: {other}")
 
     @property
     def by_seconds(self) -> bool:

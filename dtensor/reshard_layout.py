@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from dtensor.comm import padding_counts
 from dtensor.cost import CostModel
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
@@ -58,12 +60,29 @@ class Space:
         model: gives the costs.
         launch: seconds that a collective takes at least.
         shots: what `reshard_ways.shot` found.
+        wire: the dtype in which reductions travel, None for the tensor's.
     """
 
-    __slots__ = ("_digits", "_facts", "_pace", "_steps", "shots", "itemsize", "launch", "model", "shape", "sizes")
+    __slots__ = (
+        "_digits",
+        "_facts",
+        "_pace",
+        "_steps",
+        "shots",
+        "itemsize",
+        "launch",
+        "model",
+        "shape",
+        "sizes",
+        "wire",
+    )
 
-    def __init__(self, sizes: Sequence[int], shape: Sequence[int], itemsize: int, model: CostModel) -> None:
+    def __init__(
+        self, sizes: Sequence[int], shape: Sequence[int], itemsize: int, model: CostModel,
+        wire: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.sizes, self.shape, self.itemsize, self.model = tuple(sizes), tuple(shape), itemsize, model
+        self.wire = wire
         self.launch, self._pace = model.floor(1, 0), model.floor(0, 1 << 20) / (1 << 20)
         self._facts: dict[tuple[int, ...], Facts] = {}
         self._steps: dict[tuple[object, ...], Path] = {}
@@ -212,18 +231,23 @@ class Space:
         elif kind == "all_to_all_reduce":
             whole = tuple(_REPLICATE if isinstance(p, Partial) and p is not q else p for p, q in zip(src, dst))
             parts = self.ranks([a for a in axes if whole[a] is not src[a]])
-            n = self.nbytes(dst) * parts - self.kept(whole, dst)
+            n = self._carried(self.nbytes(dst) * parts - self.kept(whole, dst), self.itemsize)
             cost = model.all_to_all(k, n * k / (k - 1), axes) + model.local_copy(n) + parts * model.hop
         elif kind == "reduce_scatter":
-            n = self.nbytes(tuple([p if a in axes else q for a, (p, q) in enumerate(zip(src, dst))]))
+            n = self._carried(self.nbytes(tuple([p if a in axes else q for a, (p, q) in enumerate(zip(src, dst))])))
             cost, n = model.reduce_scatter(k, n, axes), n * (k - 1) // k
         elif kind == "all_reduce":
-            n = self.nbytes(src)
+            n = self._carried(self.nbytes(src))
             cost, n = model.all_reduce(k, n, axes), 2 * n * (k - 1) // k
         else:  # a slice is a view, copied only where nothing follows
             n = self.nbytes(dst)
             cost = 0.0 if kind == "slice" else model.local_copy(n)
-        return cost, (Step(kind, axes, src, dst, n),)
+        wire = self.wire if kind in ("all_reduce", "reduce_scatter", "all_to_all_reduce") else None
+        return cost, (Step(kind, axes, src, dst, n, wire=wire),)
+
+    def _carried(self, nbytes: int, most: int = 16) -> int:
+        """`nbytes` of the tensor as a reduction sends them, in items of at most `most` bytes."""
+        return nbytes if self.wire is None else nbytes // self.itemsize * min(self.wire.itemsize, most)
 
     def extends(self, src: Layout, dst: Layout) -> bool:
         """True when every rank's shard of `dst` lies inside its shard of `src`: the cuts of `src` come first."""

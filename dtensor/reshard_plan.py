@@ -89,7 +89,9 @@ def plan_reshard(src: Spec, dst: Spec) -> ReshardPlan:
 def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
     _check(src, dst)
     sizes = src.mesh.shape
-    space = Space(sizes, src.shape, src.dtype.itemsize, model)
+    sums = any(isinstance(p, Partial) and p.reduce_op in ("sum", "avg") for p in src.placements)
+    wire = model.wire.get(src.dtype) if sums else None
+    space = Space(sizes, src.shape, src.dtype.itemsize, model, None if wire is src.dtype else wire)
     if src.placements == dst.placements:
         return ReshardPlan(src, dst, (), 0.0)
     if 0 in src.shape:

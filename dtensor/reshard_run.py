@@ -187,8 +187,11 @@ def _reduce_op(step: Step) -> str:
     return pending[0].reduce_op
 
 
-def _unwaited(result: torch.Tensor | Pending[torch.Tensor]) -> torch.Tensor:
-    return result.tensor if isinstance(result, Pending) else result
+def _late(result: torch.Tensor | Pending[torch.Tensor], like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What a collective returned, as a tensor of `shape` that may be unwaited."""
+    if not isinstance(result, Pending):
+        return result
+    return unwaited(result.wait, like, shape) if result.unfinished else result.tensor
 
 
 def _pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
@@ -196,15 +199,27 @@ def _pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> 
     return result if isinstance(result, Pending) else Pending(result)
 
 
+def _in_wire(
+    run: Callable[[torch.Tensor, bool], torch.Tensor | Pending[torch.Tensor]], step: Step, shape: tuple[int, ...]
+) -> Run:
+    """A reduction to `shape`, in the dtype of the step's wire where it has one; the result is in the tensor's again."""
+    wire = step.wire
+    if wire is None:
+        return lambda x, async_op: _late(run(x, async_op), x, shape)
+
+    def reduce(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        dtype, result = x.dtype, run(x.to(wire), async_op)
+        if isinstance(result, Pending):
+            return _late(Pending(finish=lambda: result.wait().to(dtype)), x, shape)
+        return result.to(dtype)
+
+    return reduce
+
+
 def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     comm, op = _comm(spec, step), _reduce_op(step)
-
-    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if async_op:
-            return _unwaited(comm.all_reduce(x, op, async_op=True))
-        return comm.all_reduce(x, op)
-
-    return run
+    shape = region_shape(holdings(spec, step.dst, coord))
+    return _in_wire(lambda x, async_op: comm.all_reduce(x, op, async_op=async_op), step, shape)
 
 
 def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
@@ -212,13 +227,8 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     have = holdings(spec, step.src, coord)
     wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
     take = Take([common(have, want)[0] for want in wants], region_shape(have))
-
-    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if async_op:
-            return _unwaited(comm.reduce_scatter(take(x), op, async_op=True))
-        return comm.reduce_scatter(take(x), op)
-
-    return run
+    shape = region_shape(holdings(spec, step.dst, coord))
+    return _in_wire(lambda x, async_op: comm.reduce_scatter(take(x), op, async_op=async_op), step, shape)
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
@@ -333,9 +343,17 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bo
         got[me] = mine
         if not math.prod(out_shape):
             return mine.new_empty(out_shape)
-        return reduce_tensors([join([got[i] for i in some]) for some, join in joins], op)
+        parts = [join([got[i] for i in some]) for some, join in joins]
+        if wide is None:
+            return reduce_tensors(parts, op)
+        return reduce_tensors([part.to(wide) for part in parts], op).to(spec.dtype)
 
-    return exchange_others(_comm(spec, step), take, me, into, out_shape, finish)
+    wire = step.wire
+    wide = None if wire is None or wire.itemsize <= spec.dtype.itemsize else wire
+    run = exchange_others(_comm(spec, step), take, me, into, out_shape, finish)
+    if wire is None or wide is not None:
+        return run
+    return lambda x, async_op: run(x.to(wire), False).to(x.dtype)
 
 
 _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {

@@ -30,6 +30,7 @@ class Step:
         src, dst: full layouts before and after.
         nbytes: bytes that a rank receives, or copies where nothing is received; of the largest shard.
         factor: of `scale`, else 1.
+        wire: the dtype in which a reduction travels and adds up, where that is not the tensor's.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Step:
     dst: Layout
     nbytes: int = 0
     factor: float = 1.0
+    wire: torch.dtype | None = None
 
     @property
     def is_collective(self) -> bool:
@@ -49,7 +51,8 @@ class Step:
         over = f" over {'+'.join(names[a] for a in self.axes)}" if self.axes else ""
         by = f" by {self.factor:g}" if self.kind == "scale" else ""
         size = f", {'receives' if self.is_collective else 'copies'} {_bytes(self.nbytes)}" if self.nbytes else ""
-        return f"{self.kind}{over}{by}: {_layout(self.src)} -> {_layout(self.dst)}{size}"
+        kind = "" if self.wire is None else f", adds up in {str(self.wire).removeprefix('torch.')}"
+        return f"{self.kind}{over}{by}: {_layout(self.src)} -> {_layout(self.dst)}{size}{kind}"
 
     def __str__(self) -> str:
         return self.describe([str(a) for a in range(len(self.src))])

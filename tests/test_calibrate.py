@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from gloo_ranks import run_ranks
 
 import dtensor
@@ -32,7 +33,8 @@ def test_one_rank_has_no_links() -> None:
 
 
 def test_saved_models_are_read_back(tmp_path: Path) -> None:
-    for model in (CostModel(), CostModel(axis_latency={1: 2e-6}, axis_bandwidth={0: 1e9}, slack=math.inf)):
+    wired = CostModel(wire={torch.bfloat16: torch.float32})
+    for model in (wired, CostModel(axis_latency={1: 2e-6}, axis_bandwidth={0: 1e9}, slack=math.inf)):
         save(model, tmp_path / "model.json")
         assert described(load(tmp_path / "model.json")) == described(model)
     (tmp_path / "model.json").write_text('{"bandwidth": 0}')

@@ -14,8 +14,10 @@ from reshard_cases import MESHES, SHAPES, Layout, R, local_of, numbers, pairs, s
 
 import dtensor
 from dtensor import reshard_run
+from dtensor.cost import CostModel, use_cost_model
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.reductions import reduce_tensors
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_run import redistribute_local, run_reshard
 from dtensor.reshard_step import ReshardPlan
@@ -165,6 +167,75 @@ def test_dtypes(dtype: torch.dtype) -> None:
     run((3,), numbers((7, 4), dtype), [(a, (Partial(),)) for a in [(k,) for k in kinds]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex64])
+def test_dtypes_that_only_move(dtype: torch.dtype) -> None:
+    """Bit by bit, as some have no comparison."""
+    kinds: list[Placement] = [R, Shard(0), Shard(1), StridedShard(0, split_factor=2)]
+    full = (torch.arange(28).reshape(7, 4) % 13).to(dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 8: torch.int64}[dtype.itemsize]
+
+    def body() -> list[str]:
+        mesh, bad = init_device_mesh("cpu", (3,)), []
+        for src, dst in pairs_over(kinds, 1):
+            x = shard_of(full.view(bits), src, mesh.shape, mesh.coord or ()).contiguous().view(dtype)
+            y = redistribute_local(x, spec_of(mesh, src, full), spec_of(mesh, dst, full))
+            want = shard_of(full.view(bits), dst, mesh.shape, mesh.coord or ())
+            bad += [] if y.dtype == dtype and torch.equal(y.view(bits), want) else [f"{src} -> {dst}"]
+        return bad
+
+    for bad in dtensor.simulate(3)(body):
+        assert not bad
+
+
+WIRES = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("dtype", "wire"), WIRES, ids=str)
+def test_sums_travel_in_the_dtype_of_the_wire(dtype: torch.dtype, wire: torch.dtype) -> None:
+    """Parts whose sum, taken in a short dtype, loses what the long one keeps."""
+    parts = [torch.tensor([256.0, 1.0]), *[torch.tensor([1.0, 1 / 512])] * 3]
+    assert torch.stack(parts).to(torch.bfloat16).sum(0).tolist() != [256.0, 1.0]  # summed exactly, then rounded
+
+    def body() -> list[str]:
+        mesh, bad = init_device_mesh("cpu", (2, 2)), []
+        x = parts[mesh.get_rank()].to(dtype).repeat(4, 1)
+        full = torch.empty(4, 2, dtype=dtype)
+        have = spec_of(mesh, (Partial(), Partial()), full)
+        for dst in ((R, R), (Shard(0), R), (Shard(0), Shard(1)), (Shard(0), Shard(0)), (Partial(), R)):
+            with use_cost_model(CostModel(wire={dtype: wire})):
+                want = spec_of(mesh, dst, full)
+                plan = plan_reshard(have, want)
+                y = redistribute_local(x, have, want)
+                late = redistribute_local(x, have, want, async_op=True) + 0
+                y = redistribute_local(y, want, spec_of(mesh, (R, R), full))
+            sums = reduce_tensors([p.to(wire) for p in parts], "sum")
+            if "reduce_scatter" in plan.collectives and len(plan.collectives) > 1 or dst[0] == Partial():
+                sums = y[0]  # added up in two steps: any of several roundings
+            right = torch.equal(y, sums.to(dtype).expand(4, 2)) and y.dtype == dtype and late.dtype == dtype
+            bad += [] if right and f"in {str(wire)[6:]}" in str(plan) else [f"{y.tolist()} {sums} {plan}"]
+        return bad
+
+    for bad in dtensor.simulate(4)(body):
+        assert not bad, bad[0]
+
+
+def test_wires_and_bytes() -> None:
+    def body() -> list[int]:
+        mesh, full = init_device_mesh("cpu", (4,)), torch.empty(64, 8, dtype=torch.bfloat16)
+        found: list[int] = []
+        wires: list[dict[torch.dtype, torch.dtype]] = [{}, {torch.bfloat16: torch.float32}]
+        for wire in wires:
+            with use_cost_model(CostModel(wire=wire)):
+                found.append(plan_reshard(spec_of(mesh, (Partial(),), full), spec_of(mesh, (R,), full)).steps[0].nbytes)
+                pending = spec_of(mesh, (Partial("max"),), full)
+                found.append(plan_reshard(pending, spec_of(mesh, (R,), full)).steps[0].nbytes)
+        return found
+
+    assert dtensor.simulate(4)(body)[0] == [1536, 1536, 3072, 1536]
+    with pytest.raises(ValueError, match="float to float"):
+        CostModel(wire={torch.int8: torch.float32})
+
+
 def test_bool_sum_is_or() -> None:
     def body() -> bool:
         mesh = init_device_mesh("cpu", (3,))
@@ -184,7 +255,8 @@ def test_scalars() -> None:
 def test_inputs_that_are_not_contiguous() -> None:
     def body() -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2))
-        full, found = numbers((6, 4, 5)), []
+        full = numbers((6, 4, 5))
+        found: list[str] = []
         for src, dst in pairs((2, 2), 3, 80, seed=3):
             x = local_of(full, src, mesh.shape, mesh.coord or ())
             odd = (
