@@ -26,7 +26,6 @@ def looks_at_values(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not traced(x)
 
 
-
 @dataclass(slots=True)
 class KernelContext:
     """One run of a kernel on one rank.

@@ -22,7 +22,9 @@ __all__ = ["as_function", "drop_unused", "simplify", "totals", "written_out"]
 def drop_unused(graph: fx.Graph) -> None:
     """Remove nodes that nobody uses and that write and send nothing; inputs stay."""
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output") or "moved" in node.meta:
+        if node.users or node.op in ("placeholder", "output") or "moved" in node.meta or "kept" in node.meta:
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):  # the generator goes on
             continue
         if isinstance(node.target, torch._ops.OpOverload) and (
             node.target._schema.is_mutable
@@ -184,7 +186,8 @@ def _call(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = str(target).removesuffix(".default")
     else:
-        name = "getitem" if target is operator.getitem else f"comm.{target.__name__}"
+        inner = "rng" if "kept" in node.meta else "comm"
+        name = "getitem" if target is operator.getitem else f"{inner}.{target.__name__}"
     given = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     return f"{name}({', '.join(given)})"
 

@@ -12,8 +12,11 @@ Collectives of process groups are functional ops by the name of their group, and
 simulated and fake ranks are methods of a communicator, and become one call of it each; so do the few of process groups
 that have no functional form.
 
+Random numbers are drawn at every call. What the engine does to generators around a draw, so that ranks agree where they
+must, becomes two calls, one before the draw and one after it.
+
 As no values exist, nothing can depend on them: a program that reads one (`item()`, an `if` on a tensor) is refused, as
-is one that draws random numbers, or uses a plain tensor that the recorder does not know.
+is one that uses a plain tensor that the recorder does not know, or a generator of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dtensor import dispatch as hot
+from dtensor import random as rng
 from dtensor.comm import Communicator, Pending, received
 from dtensor.comm_c10d import C10dCommunicator
 from dtensor.comm_fake import FakeCommunicator
@@ -36,6 +40,7 @@ from dtensor.comm_simulated import SimulatedCommunicator
 from dtensor.debug.collectives import Collective, classify
 from dtensor.dispatch_call import layouts
 from dtensor.errors import LayoutError, explain_error
+from dtensor.spec import Spec
 
 __all__ = ["LowerError", "Recorder", "recording_communicators"]
 
@@ -199,10 +204,10 @@ class Recorder(TorchDispatchMode):
             self.depth -= 1
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             raise refuse(
-                str(func), layouts(args, kwargs), "random numbers are drawn by the engine at every call, in no graph",
-                "draw them before the step and pass them, or use dropout(p=0) or .eval()",
+                str(func), layouts(args, kwargs), "a program has no place for a generator",
+                "leave it out: the default generator is used, at every call",
             )  # fmt: skip
         if torch.Tag.dynamic_output_shape in func.tags:
             raise refuse(
@@ -210,7 +215,27 @@ class Recorder(TorchDispatchMode):
                 "keep it outside of the function that is lowered",
             )  # fmt: skip
 
-    # ------------------------------------------------------------ collectives that are no ops
+    # ------------------------------------------------------------ what is no op
+    @contextlib.contextmanager
+    def bracket(self, name: str, make: Callable[[], Any]) -> Iterator[None]:
+        """Record that the context manager `make()` is entered, and left after what is recorded inside."""
+        open_ones: list[Any] = []
+
+        def enter() -> None:
+            context = make()
+            context.__enter__()
+            open_ones.append(context)
+
+        def leave() -> None:
+            open_ones.pop().__exit__(None, None, None)
+
+        for target, side in ((enter, "begin"), (leave, "end")):
+            target.__name__ = target.__qualname__ = f"{name}_{side}"
+            target.__module__ = "random"
+        self.add(enter, (), {}, None).meta["kept"] = True
+        yield
+        self.add(leave, (), {}, None).meta["kept"] = True
+
     def collective(self, name: str, run: Callable[..., Any], args: Sequence[Any], out: Any, moved: Collective) -> Any:
         """Record `run(*args)`, a communicator's method; `out` is what it gives."""
 
@@ -229,14 +254,6 @@ def _is_meta(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
         return all(t.device.type == "meta" and not isinstance(t, FakeTensor) for t in tensors)
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """False for an op that would drop out, told to drop nothing."""
-    params = func._schema.arguments
-    given = {a.name: a.default_value for a in params} | dict(zip((a.name for a in params), args, strict=False)) | kwargs
-    rates = [given[n] for n in ("dropout_p", "dropout") if n in given]
-    return not rates or any(r != 0 for r in rates)
 
 
 def _map(f: Callable[[Any], Any], a: Any) -> Any:
@@ -270,6 +287,8 @@ def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Ten
 
 # ------------------------------------------------------------ communicators
 _active = threading.local()
+_CONTEXTS = ("_common_stream", "_seeded")
+"""What `dtensor.random` does to generators."""
 _METHODS = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "_broadcast", "_scatter")
 _patched = 0
 _originals: list[tuple[type, str, Any]] = []
@@ -298,6 +317,8 @@ def recording_communicators(recorder: Recorder) -> Iterator[None]:
 
 
 def _patch() -> None:
+    for name in _CONTEXTS:
+        _replace_context(name)
     _patch_store()
     for cls in (SimulatedCommunicator, FakeCommunicator):
         for name in _METHODS:
@@ -318,6 +339,18 @@ def _patch_store() -> None:
             store(*args)
 
     hot.store = keep  # type: ignore[assignment]
+
+
+def _replace_context(name: str) -> None:
+    original = getattr(rng, name)
+    _originals.append((rng, name, original))  # type: ignore[arg-type]
+
+    def context(spec: Spec, generator: torch.Generator, *device: torch.device) -> Any:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        make = lambda: original(spec, generator, *device)  # noqa: E731
+        return make() if recorder is None else recorder.bracket(name.removeprefix("_"), make)
+
+    setattr(rng, name, context)
 
 
 def _replace(cls: type, name: str) -> None:

@@ -22,8 +22,8 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 - grad mode, inference mode, autocast, the default dtype, `implicit_replication`.
 
 All of it is the same on all ranks of a program that is, so all ranks trace again together. A function that cannot be
-traced raises `LowerError`: one that looks at values, draws random numbers, uses a tensor from elsewhere, or changes
-Python numbers. A function with more than `MAX_PROGRAMS` variants raises it too, and names what changes.
+traced raises `LowerError`: one that looks at values, has a random generator of its own, uses a tensor from elsewhere,
+or changes Python numbers. A function with more than `MAX_PROGRAMS` variants raises it too, and names what changes.
 
 Optimizers count their steps in tensors here, as they do under `torch.compile`, so Adam's bias corrections are computed
 in float32. A learning rate that changes at every step should be a tensor.

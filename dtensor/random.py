@@ -154,14 +154,19 @@ def run_seeded(
     run: Callable[[], object], spec: Spec, generator: torch.Generator | None, device: torch.device
 ) -> object:
     """Run a local random op for a tensor laid out as `spec`, keeping the promises above."""
-    if generator is None:
-        generator = default_generator(device)
+    with _seeded(spec, default_generator(device) if generator is None else generator, device):
+        return run()
+
+
+@contextlib.contextmanager
+def _seeded(spec: Spec, generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Inside, `generator` is seeded for this rank's shard; afterwards it is where one number took it."""
     seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
     for axis in _agreeing_axes(spec):
         seed = spec.mesh.comm(axis).broadcast(seed.to(device), 0)
     state = generator.get_state()
     generator.manual_seed(_mix(int(seed.item()), shard_number(spec)))
     try:
-        return run()
+        yield
     finally:
         generator.set_state(state)

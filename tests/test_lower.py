@@ -162,8 +162,8 @@ def test_another_call_is_another_program() -> None:
         other = dtensor.DeviceMesh("cpu", [0, 1], mesh_dim_names=("x",))
         check(make(Shard(0), m=other))
         net.train()
-        with pytest.raises(LowerError, match="random"):
-            run(make(Shard(0)))
+        count += 1
+        assert not torch.equal(run(make(R)).to_local(), run(make(R)).to_local()) and run.programs == count
 
     on((2,), f)
 
@@ -221,6 +221,30 @@ def test_results_and_writes() -> None:
         assert run.programs == 1
 
     on((3,), f)
+
+
+@pytest.mark.parametrize("layout", [[Shard(0), Shard(1)], [Shard(0), R], [R, R], [Partial(), R]])
+def test_random_numbers_are_drawn_anew_and_are_those_of_eager(layout: list[Any]) -> None:
+    """Whole and seeded draws, ranks seeded alike or not."""
+
+    def f(mesh: Any) -> None:
+        def step(x: DTensor) -> list[DTensor]:
+            torch.rand(3)  # unused, and drawn all the same
+            noise = [torch.rand_like(x), torch.bernoulli(x.abs().clamp(0, 1)), x.clone().normal_(), F.dropout(x, 0.5)]
+            return [*noise, x + dtensor.rand(4, 6, device_mesh=mesh, placements=[R, Shard(1)])]
+
+        x = distribute_tensor(torch.linspace(-2, 2, 24).view(4, 6), mesh, layout)
+        run = dtensor.lower(step, x)
+        for alike in (True, False):
+            found = []
+            for f in (step, run):
+                torch.manual_seed(0 if alike else mesh.get_rank())
+                found.append([t.full_tensor() for _ in range(3) for t in f(x)])
+            assert all(map(torch.equal, *found))
+            assert not torch.equal(found[1][0], found[1][5])
+        assert run.programs == 1
+
+    on((2, 2), f)
 
 
 def test_memory_of_inputs_and_views() -> None:
@@ -308,9 +332,7 @@ def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
         ("looks at values", lambda x: x.sum().item(), x),
         ("looks at values", lambda x: x if x.sum() > 0 else -x, x),
         ("looks at values", lambda x: x.tolist(), x),
-        ("random numbers", lambda x: F.dropout(x, 0.5), x),
-        ("random numbers", lambda x: torch.rand_like(x), x),
-        ("random numbers", lambda x: x.to_local() + torch.randn(2, 3), x),
+        ("no place for a generator", lambda x: x.clone().normal_(generator=torch.Generator()), x),
         ("depends on values", lambda x: torch.nonzero(x), x),
         ("neither an argument", lambda x: x + secret.x, x),
         ("neither an argument", lambda x: x.to_local() + secret.t, x),
