@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from loss import loss_parallel
-from parallel.check import check_plan
 from parallel.input_reshard import input_reshard
 from parallel.linear import ColwiseParallel, RowwiseParallel
 from parallel.packed import PackedColwiseParallel
@@ -14,11 +15,27 @@ from parallel.plan import parallelize_module
 from parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from parallel.sequence import SequenceParallel
 from parallel.style import ParallelStyle
-from parallel.suggest import suggest_plan
 from parallel.undo import unparallelize_module
+
+if TYPE_CHECKING:
+    from parallel.check import check_plan
+    from parallel.suggest import suggest_plan
 
 __all__ = [
     "ColwiseParallel", "PackedColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
     "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "check_plan", "input_reshard", "loss_parallel",
     "parallelize_module", "suggest_plan", "unparallelize_module",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    """`check_plan` and `suggest_plan` load when first asked for."""
+    if name == "check_plan":
+        from parallel.check import check_plan
+
+        return check_plan
+    if name == "suggest_plan":
+        from parallel.suggest import suggest_plan
+
+        return suggest_plan
+    raise AttributeError(f"module 'parallel' has no attribute {name!r}")
