@@ -28,7 +28,7 @@ import torch
 from dtensor.device_mesh import DeviceMesh
 from dtensor.factors import Choice, Dims, Kernel, Rule, linear, passes
 from dtensor.kernel import KernelContext, looks_at_values
-from dtensor.placement import Partial, Placement, Shard
+from dtensor.placement import Partial, Placement, Shard, StridedShard
 from dtensor.registry import Call, register
 from dtensor.spec import Interval, Spec
 
@@ -92,9 +92,20 @@ def embedding(call: Call) -> Rule:
     rows: Dims = tuple((i,) for i in range(n))
     v, d = n, n + 1
     kernel = Kernel("embedding", frozenset({v}), ("sum",), _run_embedding)
+
+    def owes(axis: int, choice: Choice) -> tuple[str, int, int] | None:
+        """Where the indices are cut the result is wanted cut too; the kernel leaves it whole and pending.
+
+        Counted where that and the indices are more than the table, which is not gathered to save a launch.
+        """
+        size, n_bytes = indices.numel * table.shape[1], table.dtype.itemsize
+        more = size * n_bytes + indices.numel * indices.dtype.itemsize > table.numel * n_bytes
+        cut = isinstance(indices.placements[axis], (Shard, StridedShard))
+        return ("reduce_scatter", size, 1) if cut and more and choice.kernel is not None else None
+
     return Rule(
         (((v,), (d,)), rows), ((*rows, (d,)),), (*indices.shape, *table.shape), frozenset({v}),
-        linear=(passes(0),), kernels=(kernel,),
+        linear=(passes(0),), kernels=(kernel,), owes=owes,
     )  # fmt: skip
 
 
