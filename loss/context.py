@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
 from loss.cross_entropy import cross_entropy
-from loss.layouts import check_index_dtype, check_options, cuts, distributed, known_totals, moved, replicated_weight
+from loss.layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved
 from loss.rows import class_dim
 
 __all__ = ["loss_parallel"]
@@ -68,15 +68,13 @@ def _cross_entropy(
     input: DTensor, target: object, weight: object = None, size_average: bool | None = None,
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-
     reduction = _reduction(size_average, reduce, reduction)
     check_options("cross_entropy", reduction, label_smoothing)
-    logits, axis = _settled("cross_entropy", input)
-    goal = _check_target("cross_entropy", logits, axis, target)
-    given, scale = _operands("cross_entropy", target, weight, logits)
-    totals = None
-    if given.ndim == logits.ndim and ignore_index >= 0:
+    given, goal, scale = _checked("cross_entropy", input, target, weight)
+    if given.ndim == input.ndim and ignore_index >= 0:
         raise RuntimeError("cross_entropy: ignore_index is for class indices, but the target holds class probabilities")
+    logits, scale = _settled(input), _whole(scale)
+    totals = None
     if given.ndim < logits.ndim:
         totals = known_totals(given, goal, scale, logits.shape[class_dim(logits.ndim)], logits.dtype, ignore_index)
     return cross_entropy(logits, moved(given, goal), scale, reduction, ignore_index, label_smoothing, totals)
@@ -88,21 +86,42 @@ def _nll_loss(
 ) -> torch.Tensor:  # fmt: skip
     reduction = _reduction(size_average, reduce, reduction)
     check_options("nll_loss", reduction, 0.0)
-    scores, axis = _settled("nll_loss", input)
-    goal = _check_target("nll_loss", scores, axis, target)
-    given, scale = _operands("nll_loss", target, weight, scores)
-    loss = F.nll_loss(scores, moved(given, goal), scale, ignore_index=ignore_index, reduction=reduction)
-    if not isinstance(loss, DTensor) or not isinstance(loss.placements[axis], Partial):
+    given, goal, scale = _checked("nll_loss", input, target, weight)
+    loss = F.nll_loss(
+        _settled(input), moved(given, goal), _whole(scale), ignore_index=ignore_index, reduction=reduction
+    )
+    if not isinstance(loss, DTensor):
         return loss
-    return loss.redistribute(placements=[Replicate() if a == axis else p for a, p in enumerate(loss.placements)])
+    axis = _class_axis("nll_loss", input)
+    return moved(loss, [Replicate() if a == axis else p for a, p in enumerate(loss.placements)])
 
 
-def _operands(call: str, target: object, weight: object, like: DTensor) -> tuple[DTensor, DTensor | None]:
-    """Target and weight on the mesh of `like`, the weight in its layout."""
-    where = f"{call} inside loss_parallel()"
+def _checked(
+    call: str, logits: DTensor, target: object, weight: object
+) -> tuple[DTensor, list[Placement], DTensor | None]:
+    """The target on the mesh of `logits`, the layout it must have, and the weight; errors before anything moves."""
+    where, count = f"{call} inside loss_parallel()", logits.shape[class_dim(logits.ndim)]
+    axis = _class_axis(call, logits)
+    goal = _check_target(call, logits, axis, target)
     assert isinstance(target, torch.Tensor)
-    given = distributed(where, target, like.device_mesh)
-    return given, replicated_weight(where, weight, like.shape[class_dim(like.ndim)], like.device_mesh)
+    given, scale = distributed(where, target, logits.device_mesh), None
+    if weight is not None:
+        scale = distributed(where, check_weight(where, weight, count), logits.device_mesh)
+        if scale.requires_grad and given.ndim < logits.ndim:
+            raise RuntimeError(f"{where}: weight has no gradient where targets are class indices; detach() it")
+    return given, goal, scale
+
+
+def _settled(logits: DTensor) -> DTensor:
+    return moved(logits, list(map(_unless_pending, logits.placements)))
+
+
+def _unless_pending(p: Placement) -> Placement:
+    return Replicate() if isinstance(p, Partial) else p
+
+
+def _whole(weight: DTensor | None) -> DTensor | None:
+    return None if weight is None else moved(weight, [Replicate()] * weight.device_mesh.ndim)
 
 
 def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
@@ -111,8 +130,8 @@ def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -
 
 
 # ------------------------------------------------------------ layouts
-def _settled(call: str, logits: DTensor) -> tuple[DTensor, int]:
-    """`logits` with nothing pending, and the mesh axis that shards the class dim; ValueError when not one."""
+def _class_axis(call: str, logits: DTensor) -> int:
+    """The mesh axis that shards the class dim; ValueError when it is not one."""
     c = class_dim(logits.ndim)
     axes = [a for a, p in enumerate(logits.placements) if cuts(p, c)]
     if len(axes) != 1:
@@ -123,10 +142,7 @@ def _settled(call: str, logits: DTensor) -> tuple[DTensor, int]:
             f"  fix: logits.redistribute(placements=[Shard({c})]) on one axis, e.g. by ColwiseParallel("
             "use_local_output=False), or leave the context"
         )
-    if any(isinstance(p, Partial) for p in logits.placements):
-        kept = [Replicate() if isinstance(p, Partial) else p for p in logits.placements]
-        logits = logits.redistribute(placements=kept)
-    return logits, axes[0]
+    return axes[0]
 
 
 def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list[Placement]:
@@ -141,10 +157,11 @@ def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list
                 f"{call}: a target of the logits' shape holds class probabilities and must be floating point, "
                 f"got {target.dtype}"
             )
-        goal = list(logits.placements)
+        goal = list(map(_unless_pending, logits.placements))
     elif tuple(target.shape) == rows:
         check_index_dtype(call, target)
-        goal = [_without_dim(p, c) if a != axis else Replicate() for a, p in enumerate(logits.placements)]
+        kept = map(_unless_pending, logits.placements)
+        goal = [_without_dim(p, c) if a != axis else Replicate() for a, p in enumerate(kept)]
     else:
         raise ValueError(
             f"{call}: the target's shape does not fit the logits\n"

@@ -49,8 +49,6 @@ def cross_entropy(
     if target.ndim == logits.ndim:
         loss = _Probabilities.apply(logits, target, weight, reduction, smoothing)
     else:
-        if weight is not None and weight.requires_grad:
-            raise RuntimeError("cross_entropy: weight has no gradient where the targets are class indices; detach() it")
         loss = _Indices.apply(logits, target, weight, totals, reduction, ignore_index, smoothing)
     return loss.to(low)
 

@@ -12,7 +12,7 @@ from dtensor.placement import StridedShard
 from loss.cross_entropy import totals_of
 from propagation_rules.loss import accumulation_dtype
 
-__all__ = ["check_index_dtype", "check_options", "cuts", "distributed", "known_totals", "moved", "replicated_weight"]
+__all__ = ["check_index_dtype", "check_options", "check_weight", "cuts", "distributed", "known_totals", "moved"]
 
 
 def check_options(call: str, reduction: str, label_smoothing: float) -> None:
@@ -52,22 +52,15 @@ def moved(x: DTensor, goal: Sequence[Placement]) -> DTensor:
     return x if x.placements == tuple(goal) else x.redistribute(placements=list(goal))
 
 
-def replicated_weight(call: str, weight: object, count: int, mesh: DeviceMesh) -> DTensor | None:
-    """Weights of `count` classes, whole on every rank. TypeError or RuntimeError where they are not that."""
-    if weight is None:
-        return None
-    check_weight(call, weight, count)
-    return moved(distributed(call, cast(torch.Tensor, weight), mesh), [Replicate()] * mesh.ndim)
-
-
-def check_weight(call: str, weight: object, count: int) -> None:
-    """TypeError or RuntimeError where `weight` is not one number for each of `count` classes."""
+def check_weight(call: str, weight: object, count: int) -> torch.Tensor:
+    """`weight`; TypeError or RuntimeError where it is not one number for each of `count` classes."""
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"{call}: weight must be a tensor, a DTensor or None, got {weight!r}")
     if tuple(weight.shape) != (count,):
         raise RuntimeError(
             f"{call}: weight must have one value for each of the {count} classes, got shape {tuple(weight.shape)}"
         )
+    return weight
 
 
 def known_totals(

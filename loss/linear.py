@@ -39,7 +39,6 @@ from loss.layouts import (
     distributed,
     known_totals,
     moved,
-    replicated_weight,
 )
 from propagation_rules.loss import accumulation_dtype
 
@@ -89,11 +88,14 @@ def linear_cross_entropy(
     totals = None
     if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
         mesh, classes, rows = _layout(hidden, weight)
-        hidden, weight = moved(distributed(_CALL, hidden, mesh), rows), moved(distributed(_CALL, weight, mesh), classes)
-        bias = None if bias is None else moved(distributed(_CALL, bias, mesh), classes)
-        class_weight = replicated_weight(_CALL, class_weight, weight.shape[0], mesh)
         given = _given_target(target, mesh, rows)
-        totals = known_totals(given, rows, class_weight, weight.shape[0], weight.dtype, ignore_index)
+        h, w = distributed(_CALL, hidden, mesh), distributed(_CALL, weight, mesh)
+        b = None if bias is None else distributed(_CALL, bias, mesh)
+        c = None if class_weight is None else distributed(_CALL, class_weight, mesh)
+        # Nothing has been sent so far, and no error follows but for a target that names no class.
+        hidden, weight, bias = moved(h, rows), moved(w, classes), None if b is None else moved(b, classes)
+        class_weight = c = None if c is None else moved(c, [Replicate()] * mesh.ndim)
+        totals = known_totals(given, rows, c, weight.shape[0], weight.dtype, ignore_index)
         target = moved(given, rows)
     elif any(isinstance(t, DTensor) for t in (target, bias, class_weight)):
         raise TypeError(f"{_CALL}: a DTensor among the targets, bias or class weights of a plain hidden and weight")
@@ -173,6 +175,8 @@ def _layout(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[DeviceMesh, lis
                 "  fix: DTensor.from_local(hidden, mesh, placements), with Shard(0) where it is this rank's piece"
             )
         return mesh, list(weight.placements), [Replicate()] * mesh.ndim
+    if hidden.device_mesh != mesh:
+        raise ValueError(f"{_CALL}: hidden and weight must be on one mesh\n  got: {hidden.device_mesh!r} and {mesh!r}")
     rows = [_of_rows(p, hidden.ndim) for p in hidden.placements]
     free = [a for a in cut if rows[a] == Replicate()]
     on = free or cut[-1:]

@@ -323,6 +323,8 @@ def given(mesh: DeviceMesh, **other: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[type[Exception], str, Callable[[DeviceMesh], dict[str, Any]]]] = {
     "plain target": (ValueError, "a plain target counts as replicated", lambda m: {"target": ints(12, 8)}),
     "plain hidden": (ValueError, "every mesh axis shards the classes", lambda m: {"hidden": rand(8, 6)}),
+    "two meshes": (ValueError, "must be on one mesh",
+                   lambda m: {"weight": laid(rand(12, 6), init_device_mesh("cpu", (4,)), [S(0)])}),
     "plain weight": (ValueError, "weight is plain", lambda m: {"weight": rand(12, 6)}),
     "only the target": (TypeError, "a DTensor among", lambda m: {"weight": rand(12, 6), "hidden": rand(8, 6)}),
     "no tensor": (TypeError, "target must be a tensor", lambda m: {"target": [1, 2]}),
@@ -345,8 +347,10 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[DeviceMesh], dict[str, Any]
 @pytest.mark.parametrize(("error", "text", "change"), BAD.values(), ids=BAD)
 def test_errors(error: type[Exception], text: str, change: Callable[[DeviceMesh], dict[str, Any]]) -> None:
     def f(mesh: DeviceMesh) -> None:
-        with pytest.raises(error, match=text):
-            linear_cross_entropy(**given(mesh, **change(mesh)))
+        arguments = given(mesh, **change(mesh))
+        with CommDebugMode() as sent, pytest.raises(error, match=text):
+            linear_cross_entropy(**arguments)
+        assert error is IndexError or sent.get_total_counts() == 0
 
     on(f, 2, 2)
 
