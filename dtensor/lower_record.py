@@ -22,7 +22,6 @@ is one that uses a plain tensor that the recorder does not know, or a generator 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,17 +31,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dtensor import dispatch as hot
-from dtensor import random as rng
-from dtensor.comm import Communicator, Pending, received
-from dtensor.comm_c10d import C10dCommunicator
-from dtensor.comm_fake import FakeCommunicator
-from dtensor.comm_simulated import SimulatedCommunicator
 from dtensor.debug.collectives import Collective, classify
 from dtensor.dispatch_call import layouts
 from dtensor.errors import LayoutError, explain_error
-from dtensor.spec import Spec
 
-__all__ = ["LowerError", "Recorder", "recording_communicators"]
+__all__ = ["LowerError", "Recorder", "refuse", "tensors_in"]
 
 aten = torch.ops.aten
 _SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh", "aten::_unsafe_view_alias"})
@@ -58,12 +51,13 @@ def refuse(call: str, got: str, rule: str, fix: str) -> LowerError:
     return LowerError(explain_error(f"dtensor.lower: {call}", got, rule, fix))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among `values`, lists taken apart."""
     for v in values:
         if isinstance(v, torch.Tensor):
             yield v
         elif isinstance(v, (list, tuple)):
-            yield from _tensors(v)
+            yield from tensors_in(v)
 
 
 class Recorder(TorchDispatchMode):
@@ -146,7 +140,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         if name.startswith("profiler::"):
             return None if not func._schema.returns else func(*args, **kwargs)
-        known = list(_tensors((*args, *kwargs.values())))
+        known = list(tensors_in((*args, *kwargs.values())))
         if _is_meta(known, kwargs):  # the engine asks for shapes
             with _disable_current_modes():
                 return func(*args, **kwargs)
@@ -166,7 +160,7 @@ class Recorder(TorchDispatchMode):
         written = func._schema.is_mutable
         if written and func._schema.returns and func._schema.returns[0].alias_info is not None:
             out = _written(func, args, kwargs, out)
-        made = list(_tensors([out]))
+        made = list(tensors_in([out]))
         checks = not func._schema.returns  # an assertion
         if made or written or checks:
             if written or checks:
@@ -186,7 +180,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _on_dtensors(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = [t for t in _tensors((*args, *kwargs.values())) if isinstance(t, hot._DTensor)]
+        given = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, hot._DTensor)]
         for t in given:
             if not isinstance(t._local_tensor, FakeTensor) and type(t._local_tensor) is torch.Tensor:
                 raise refuse(
@@ -282,121 +276,4 @@ def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Ten
     """The tensors that a call writes to."""
     params = func._schema.arguments
     given = dict(zip((a.name for a in params), args, strict=False)) | kwargs
-    yield from _tensors(given.get(a.name) for a in params if a.alias_info is not None and a.alias_info.is_write)
-
-
-# ------------------------------------------------------------ communicators
-_active = threading.local()
-_CONTEXTS = ("_common_stream", "_seeded")
-"""What `dtensor.random` does to generators."""
-_METHODS = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "_broadcast", "_scatter")
-_patched = 0
-_originals: list[tuple[type, str, Any]] = []
-_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def recording_communicators(recorder: Recorder) -> Iterator[None]:
-    """Inside, in this thread, communicators that call no functional ops tell `recorder` what they would do."""
-    global _patched
-    with _lock:
-        _patched += 1
-        if _patched == 1:
-            _patch()
-    outer, _active.recorder = getattr(_active, "recorder", None), recorder
-    try:
-        yield
-    finally:
-        _active.recorder = outer
-        with _lock:
-            _patched -= 1
-            if _patched == 0:
-                for cls, name, original in _originals:
-                    setattr(cls, name, original)
-                _originals.clear()
-
-
-def _patch() -> None:
-    for name in _CONTEXTS:
-        _replace_context(name)
-    _patch_store()
-    for cls in (SimulatedCommunicator, FakeCommunicator):
-        for name in _METHODS:
-            _replace(cls, name)
-    _replace(C10dCommunicator, "_scatter")
-    for name in ("_uneven_scatter",):
-        if hasattr(C10dCommunicator, name):
-            _replace(C10dCommunicator, name)
-
-
-def _patch_store() -> None:
-    """Plans made in a trace are not kept: they may hold tensors of it."""
-    store = hot.store
-    _originals.append((hot, "store", store))  # type: ignore[arg-type]
-
-    def keep(*args: Any) -> None:
-        if getattr(_active, "recorder", None) is None:
-            store(*args)
-
-    hot.store = keep  # type: ignore[assignment]
-
-
-def _replace_context(name: str) -> None:
-    original = getattr(rng, name)
-    _originals.append((rng, name, original))  # type: ignore[arg-type]
-
-    def context(spec: Spec, generator: torch.Generator, *device: torch.device) -> Any:
-        recorder: Recorder | None = getattr(_active, "recorder", None)
-        make = lambda: original(spec, generator, *device)  # noqa: E731
-        return make() if recorder is None else recorder.bracket(name.removeprefix("_"), make)
-
-    setattr(rng, name, context)
-
-
-def _replace(cls: type, name: str) -> None:
-    original = getattr(cls, name)
-    _originals.append((cls, name, original))
-
-    def method(self: Communicator, *args: Any) -> Pending[Any]:
-        recorder: Recorder | None = getattr(_active, "recorder", None)
-        if recorder is None:
-            found: Pending[Any] = original(self, *args)
-            return found
-        return Pending(_recorded(recorder, self, original, name, args))
-
-    setattr(cls, name, method)
-
-
-def _recorded(recorder: Recorder, comm: Communicator, original: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Record one call of a communicator's method, and give fake results of the right shapes."""
-    kind = name.removeprefix("_").replace("uneven_scatter", "reduce_scatter")
-    tensors = [a for a in args if isinstance(a, torch.Tensor) or (isinstance(a, (list, tuple)) and list(_tensors(a)))]
-    places = [i for i, a in enumerate(args) if any(a is t for t in tensors)]
-
-    def run(*given: Any) -> Any:
-        call = list(args)
-        for i, value in zip(places, given, strict=True):
-            call[i] = value
-        return original(comm, *call).wait()
-
-    first = next(_tensors(tensors))
-    new = lambda shape: torch.empty(tuple(shape), dtype=first.dtype, device=first.device)  # noqa: E731
-    outer_depth = recorder.depth
-    with _disable_current_modes(), recorder.fake:
-        out: Any
-        count = first.numel()
-        if kind in ("all_gather", "all_to_all"):
-            into = args[2] if kind == "all_gather" and len(args) > 2 else None
-            out = [new(s) for s in args[1]] if into is None else list(into)
-            count = received(kind, comm.size, comm.rank, args[1])
-        elif kind == "reduce_scatter":
-            out = new(args[3] if name == "_uneven_scatter" else args[0][comm.rank].shape)
-            count = received(kind, comm.size, comm.rank, [p.shape for p in args[0]])
-        elif kind == "scatter":
-            out = new(args[1].shape)
-        else:
-            out = new(first.shape)
-            count = received(kind, comm.size, comm.rank, first.numel()) if kind == "all_reduce" else count
-    recorder.depth = outer_depth
-    fx_args = [list(a) if isinstance(a, tuple) else a for a in tensors]
-    return recorder.collective(kind, run, fx_args, out, Collective(kind, comm.size, float(count), first.itemsize))
+    yield from tensors_in(given.get(a.name) for a in params if a.alias_info is not None and a.alias_info.is_write)

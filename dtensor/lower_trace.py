@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,52 +22,13 @@ from torch.utils import _pytree as pytree
 
 from dtensor import dispatch as hot
 from dtensor.lower_code import as_function, drop_unused, simplify
-from dtensor.lower_record import Recorder, recording_communicators, refuse
+from dtensor.lower_outside import recording
+from dtensor.lower_program import Known, Made, Program, Template, Value
+from dtensor.lower_record import Recorder, refuse
 from dtensor.lower_state import VALUES, Reach
-from dtensor.moved import MovedSpec, note_written, settled_spec
-from dtensor.spec import Spec
+from dtensor.moved import MovedSpec, settled_spec
 
-__all__ = ["Program", "trace"]
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A DTensor that the program makes: number `at` of `Program.wrapped`."""
-
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A plain tensor: number `at` of the graph's outputs."""
-
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A DTensor that is there already: number `at` of the program's objects."""
-
-    at: int
-
-
-@dataclass
-class Template:
-    """A value with `Made`, `Value` and `Known` in the tensors' places, flattened."""
-
-    leaves: list[Any]
-    spec: Any
-
-    def fill(self, made: Sequence[Any], values: Sequence[Any], objects: Sequence[Any]) -> Any:
-        """The value, with tensors."""
-        out = []
-        for leaf in self.leaves:
-            kind = type(leaf)
-            out.append(
-                made[leaf.at] if kind is Made else values[leaf.at] if kind is Value
-                else objects[leaf.at] if kind is Known else leaf
-            )  # fmt: skip
-        return out[0] if self.spec is None else pytree.tree_unflatten(out, self.spec)
+__all__ = ["trace"]
 
 
 def is_dtensor(x: object) -> bool:
@@ -90,58 +50,6 @@ def _compiling(reach: Reach) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
         for g in groups:
             g["capturable"] = False
-
-
-class Program:
-    """What one trace found. `run(objects, plain)` runs it: see `dtensor.lowering`.
-
-    Attributes:
-        graph: the fx graph, over local tensors.
-        inputs: what its placeholders take: ("local" | "grad", object) or ("plain", argument or place).
-    """
-
-    def __init__(self) -> None:
-        self.inputs: list[tuple[str, Any]] = []
-        self.used: list[tuple[str, Any]] = []
-        self.layouts: dict[str, str] = {}
-        self.wrapped: list[tuple[int, Spec]] = []
-        self.result: Template = Template([], None)
-        self.boxes: list[tuple[Any, Any, Template | None]] = []
-        self.grads: list[tuple[int, Template | None]] = []
-        self.locals: list[tuple[int, int]] = []
-        self.written: list[int] = []
-        self.plain_written: list[int] = []
-        self.function: Callable[..., tuple[Any, ...]]
-        self.graph: torch.fx.Graph
-        self.constants: dict[str, torch.Tensor] = {}
-
-    def run(self, objects: Sequence[Any], plain: Sequence[torch.Tensor]) -> Any:
-        """Run on these DTensors and plain tensors, and do to them what the program does."""
-        given = [
-            objects[at]._local_tensor if kind == "local"
-            else plain[at] if kind == "plain" else objects[at].grad._local_tensor
-            for kind, at in self.used
-        ]  # fmt: skip
-        with torch._C._AutoDispatchBelowAutograd():
-            values = self.function(*given)
-        new, D = hot._new, hot._DTensor
-        made = [new(D, values[at], spec, requires_grad=False) for at, spec in self.wrapped]
-        if self.written or self.plain_written:  # autograd must know, and views that had to move data
-            written = [objects[at] for at in self.written]
-            note_written(objects, self.written)
-            torch.autograd.graph.increment_version(
-                [*written, *[x._local_tensor for x in written], *[plain[at] for at in self.plain_written]]
-            )
-        for at, value in self.locals:
-            objects[at]._local_tensor = values[value]
-        for at, grad in self.grads:
-            objects[at].grad = None if grad is None else grad.fill(made, values, objects)
-        for box, key, template in self.boxes:
-            if template is None:
-                del box[key]
-            else:
-                box[key] = template.fill(made, values, objects)
-        return self.result.fill(made, values, objects)
 
 
 class _Tracer:
@@ -256,7 +164,7 @@ def trace(
         with _compiling(reach):
             start = [(box, dict(box) if isinstance(box, dict) else list(box)) for box, _ in before]
             own = [(x, x._local_tensor, grad, None if grad is None else grad._local_tensor) for x, _, grad in local]
-            with recording_communicators(t.recorder), t.fake, t.recorder:
+            with recording(t.recorder), t.fake, t.recorder:
                 result = _call(fn, args, kwargs)
                 _finish(t, result, start, own)
     finally:

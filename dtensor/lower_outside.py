@@ -1,0 +1,143 @@
+"""What a trace meets outside of torch's dispatcher: communicators, generators, the table of plans.
+
+Inside `recording(recorder)`, in its thread, methods of communicators that call no functional ops tell the recorder what
+they would do, and give fake results of the right shapes; what `dtensor.random` does to generators becomes a call before
+and one after the draw; and plans are not kept, as they may hold tensors of the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dtensor import dispatch as hot
+from dtensor import random as rng
+from dtensor.comm import Communicator, Pending, received
+from dtensor.comm_c10d import C10dCommunicator
+from dtensor.comm_fake import FakeCommunicator
+from dtensor.comm_simulated import SimulatedCommunicator
+from dtensor.debug.collectives import Collective
+from dtensor.lower_record import Recorder, tensors_in
+from dtensor.spec import Spec
+
+__all__ = ["recording"]
+
+_active = threading.local()
+_CONTEXTS = ("_common_stream", "_seeded")
+"""What `dtensor.random` does to generators."""
+_METHODS = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "_broadcast", "_scatter")
+_patched = 0
+_originals: list[tuple[type, str, Any]] = []
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Inside, in this thread, communicators that call no functional ops tell `recorder` what they would do."""
+    global _patched
+    with _lock:
+        _patched += 1
+        if _patched == 1:
+            _patch()
+    outer, _active.recorder = getattr(_active, "recorder", None), recorder
+    try:
+        yield
+    finally:
+        _active.recorder = outer
+        with _lock:
+            _patched -= 1
+            if _patched == 0:
+                for cls, name, original in _originals:
+                    setattr(cls, name, original)
+                _originals.clear()
+
+
+def _patch() -> None:
+    for name in _CONTEXTS:
+        _replace_context(name)
+    _patch_store()
+    for cls in (SimulatedCommunicator, FakeCommunicator):
+        for name in _METHODS:
+            _replace(cls, name)
+    _replace(C10dCommunicator, "_scatter")
+    for name in ("_uneven_scatter",):
+        if hasattr(C10dCommunicator, name):
+            _replace(C10dCommunicator, name)
+
+
+def _patch_store() -> None:
+    """Plans made in a trace are not kept: they may hold tensors of it."""
+    store = hot.store
+    _originals.append((hot, "store", store))  # type: ignore[arg-type]
+
+    def keep(*args: Any) -> None:
+        if getattr(_active, "recorder", None) is None:
+            store(*args)
+
+    hot.store = keep  # type: ignore[assignment]
+
+
+def _replace_context(name: str) -> None:
+    original = getattr(rng, name)
+    _originals.append((rng, name, original))  # type: ignore[arg-type]
+
+    def context(spec: Spec, generator: torch.Generator, *device: torch.device) -> Any:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        make = lambda: original(spec, generator, *device)  # noqa: E731
+        return make() if recorder is None else recorder.bracket(name.removeprefix("_"), make)
+
+    setattr(rng, name, context)
+
+
+def _replace(cls: type, name: str) -> None:
+    original = getattr(cls, name)
+    _originals.append((cls, name, original))
+
+    def method(self: Communicator, *args: Any) -> Pending[Any]:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        if recorder is None:
+            found: Pending[Any] = original(self, *args)
+            return found
+        return Pending(_recorded(recorder, self, original, name, args))
+
+    setattr(cls, name, method)
+
+
+def _recorded(recorder: Recorder, comm: Communicator, original: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """Record one call of a communicator's method, and give fake results of the right shapes."""
+    kind = name.removeprefix("_").replace("uneven_scatter", "reduce_scatter")
+    tensors = [a for a in args if isinstance(a, torch.Tensor) or (isinstance(a, (list, tuple)) and list(tensors_in(a)))]
+    places = [i for i, a in enumerate(args) if any(a is t for t in tensors)]
+
+    def run(*given: Any) -> Any:
+        call = list(args)
+        for i, value in zip(places, given, strict=True):
+            call[i] = value
+        return original(comm, *call).wait()
+
+    first = next(tensors_in(tensors))
+    new = lambda shape: torch.empty(tuple(shape), dtype=first.dtype, device=first.device)  # noqa: E731
+    outer_depth = recorder.depth
+    with _disable_current_modes(), recorder.fake:
+        out: Any
+        count = first.numel()
+        if kind in ("all_gather", "all_to_all"):
+            into = args[2] if kind == "all_gather" and len(args) > 2 else None
+            out = [new(s) for s in args[1]] if into is None else list(into)
+            count = received(kind, comm.size, comm.rank, args[1])
+        elif kind == "reduce_scatter":
+            out = new(args[3] if name == "_uneven_scatter" else args[0][comm.rank].shape)
+            count = received(kind, comm.size, comm.rank, [p.shape for p in args[0]])
+        elif kind == "scatter":
+            out = new(args[1].shape)
+        else:
+            out = new(first.shape)
+            count = received(kind, comm.size, comm.rank, first.numel()) if kind == "all_reduce" else count
+    recorder.depth = outer_depth
+    fx_args = [list(a) if isinstance(a, tuple) else a for a in tensors]
+    return recorder.collective(kind, run, fx_args, out, Collective(kind, comm.size, float(count), first.itemsize))
