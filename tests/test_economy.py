@@ -218,6 +218,37 @@ def test_a_step_of_a_block(cut: bool, form: dict[str, bool]) -> None:
     on((4,), f)
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["plain", "sequence"])
+def test_a_step_of_a_block_on_two_axes(cut: bool) -> None:
+    """Tensor-parallel over one axis, a batch of its own over the other: pending gradients of all shapes in one bucket."""
+
+    def f() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ref = seeded(Block)
+        plan = sequence_plan() if cut else plain_plan()
+        net = parallelize_module(copy.deepcopy(ref), mesh, plan, axis="tp", others={"dp": S(0)})
+        row, column = mesh.get_coordinate() or (0, 0)
+        x = rand(4, 8, 16)
+        mine = lambda t: t.chunk(2, 0)[row].chunk(2, 1)[column] if cut else t.chunk(2, 0)[row]  # noqa: E731
+        y = mine(x).clone().requires_grad_()
+        ref(x.requires_grad_()).square().sum().backward()
+        out, forward, _ = sent(lambda: net(y))
+        _, backward, _ = sent(lambda: out.square().sum().backward())
+        assert forward == (["all_gather", "reduce_scatter"] * 2 if cut else ["all_reduce"] * 2)
+        assert sorted(backward) == sorted(forward)
+        torch.testing.assert_close(y.grad, mine(x.grad), rtol=1e-3, atol=1e-4)
+        pairs = [(p, q) for p, q in zip(ref.parameters(), net.parameters(), strict=True) if isinstance(q, DTensor)]
+        total = nn.utils.get_total_norm([p.grad for p, _ in pairs])
+        got, kinds, _ = sent(lambda: nn.utils.clip_grad_norm_([q for _, q in pairs], 1e9))
+        torch.testing.assert_close(got.full_tensor(), total, rtol=1e-3, atol=1e-4)
+        assert kinds == ["all_reduce"] * (3 if cut else 2)  # pending over dp; with norms over both; the total
+        assert sent(torch.optim.AdamW([q for _, q in pairs], lr=0.1).step)[1] == []
+        for p, q in pairs:
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-3, atol=1e-3)
+
+    simulate(4)(f)
+
+
 # ------------------------------------------------------------ lists of plain tensors and DTensors
 def test_list_ops_take_both_kinds_side_by_side() -> None:
     def f(mesh: DeviceMesh) -> None:
