@@ -220,7 +220,7 @@ def test_a_step_of_a_block(cut: bool, form: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["plain", "sequence"])
 def test_a_step_of_a_block_on_two_axes(cut: bool) -> None:
-    """Tensor-parallel over one axis, a batch of its own over the other: pending gradients of all shapes in one bucket."""
+    """Tensor-parallel over one axis, its own batch over the other: pending gradients of any shape in one bucket."""
 
     def f() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
