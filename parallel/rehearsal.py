@@ -16,6 +16,7 @@ Collectives are told apart by the module call they happen in, and by where in it
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from dtensor.comm import observers
 from dtensor.simulate import fake_world
 
 __all__ = ["Call", "Example", "Rehearsal", "Sent", "Stage", "leaves", "map_tensors", "rehearse", "split_example"]
+
+_log = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where torch writes what fails on fake tensors; here failures are answers."""
 
 Example = torch.Tensor | tuple[object, ...] | Mapping[str, object]
 
@@ -110,13 +114,15 @@ class Stage:
     @contextmanager
     def entered(self, mesh: DeviceMesh) -> Iterator[DeviceMesh]:
         """A mesh of the shape and names of `mesh` in a world that is not there, unseen by those who count for real."""
-        watching = list(observers)
+        watching, logged = list(observers), _log.disabled
         for observer in watching:
             observers.remove(observer)
+        _log.disabled = True
         try:
             with fake_world(mesh.size()), self.mode or nullcontext():
                 yield init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
         finally:
+            _log.disabled = logged
             for observer in watching:
                 observers.append(observer)
 

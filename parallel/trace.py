@@ -142,7 +142,7 @@ class Trace(TorchDispatchMode):
         layer = self.layers.get(origin)
         if layer is None or layer.role != "linear" or x.ndim == 0 or x.shape[-1] not in (layer.outs, *layer.sizes):
             return
-        parts = [y.shape[-1] for y in leaves(out)]
+        parts = [y.shape[-1] for y in leaves(out) if y.ndim]
         viewed = len(parts) == 1 and isinstance(out, torch.Tensor) and out.ndim > x.ndim and out.numel() == x.numel()
         if viewed and len(out.shape[x.ndim - 1 :]) == 2:
             layer.unit = max(layer.unit, out.shape[-1])
@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):
             return
         if len(parts) > 1 and sum(parts) == layer.outs:
             layer.sizes = tuple(parts)
-        elif func.name() == "aten::slice.Tensor" and parts[0] < layer.outs and not layer.sizes:
+        elif func.name() == "aten::slice.Tensor" and 0 < parts[0] < layer.outs and not layer.sizes:
             layer.sizes = (parts[0],) * (layer.outs // parts[0]) if layer.outs % parts[0] == 0 else ()
         elif viewed:
             tail = out.shape[x.ndim - 1 :]
@@ -187,5 +187,10 @@ def _numbers(func: Any, args: Any, kwargs: Any) -> Iterator[object]:
     """The arguments that are numbers and no sizes, which the schema tells apart (SymInt)."""
     for i, a in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(a.name)
-        if isinstance(value, (int, float, complex)) and "SymInt" not in str(a.real_type):
+        if isinstance(value, (int, float, complex)) and not _is_size(a.real_type):
             yield (a.name, value)
+
+
+def _is_size(kind: Any) -> bool:
+    inner = kind.getElementType() if kind.kind() == "OptionalType" else kind
+    return bool(inner.kind() == "SymIntType")

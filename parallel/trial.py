@@ -93,7 +93,7 @@ class Trial:
             trace, run = self._run(styles)
             if run.error is None and self._same_shapes(run) and (not local or trace.ops <= self.plain.ops):
                 return styles, _told(group)
-        return None, f"forward{f' of {run.error[0]}' if run.error else ''} does not run on cut features"
+        return None, f"{run.error[0] or 'the model' if run.error else 'the model'} does not run on cut features"
 
     # ------------------------------------------------------------ runs
     def _run(self, plan: Styles, frozen: bool = False) -> tuple[Trace, Rehearsal]:

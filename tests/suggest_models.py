@@ -152,3 +152,67 @@ class GPT(nn.Module):
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x))  # type: ignore[no-any-return]
+
+
+class ViTAttention(nn.Module):
+    """q, k and v side by side, taken apart by a view."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.o = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(-1) @ v
+        return self.o(mixed.transpose(1, 2).reshape(b, t, c))  # type: ignore[no-any-return]
+
+
+class NeoXAttention(nn.Module):
+    """q, k and v of the first head, then those of the next."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.e, self.qkv, self.o = width // heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(x).view(*x.shape[:2], -1, 3 * self.e)
+        q, k, v = (y.transpose(1, 2) for y in heads.split(self.e, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class GateUp(nn.Module):
+    """Two projections side by side."""
+
+    def __init__(self, width: int = 16, hidden: int = 24) -> None:
+        super().__init__()
+        self.gate_up, self.o = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.o(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class TiledQueries(nn.Module):
+    """Grouped queries in an order that goes over all key heads before it repeats one: heads cannot stay cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, n) for n in (16, 8, 8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+        return self.o(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class TwoOutputs(nn.Module):
+    """What stands between goes out as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).relu()
+        return self.b(h) + h.pow(2).mean()

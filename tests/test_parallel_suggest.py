@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from laws import ints, rand
-from suggest_models import GPT, VOCABULARY, Llama
+from suggest_models import (
+    GPT,
+    VOCABULARY,
+    GateUp,
+    Llama,
+    NeoXAttention,
+    TiledQueries,
+    TwoOutputs,
+    ViTAttention,
+)
 from test_parallel_styles import on_ranks, same, seeded
 from torch import nn
 
@@ -115,6 +124,27 @@ def test_what_stands_between(between: Callable[[torch.Tensor], torch.Tensor], lo
         assert plan["a"].use_local_output is local  # type: ignore[attr-defined]
         net = parallelize_module(copy.deepcopy(ref), mesh, plan)
         same(net(rand(4, 8)), ref(rand(4, 8)))
+
+    on_ranks(f, 2)
+
+
+PACKED: dict[type[nn.Module], str] = {
+    ViTAttention: "PackedColwiseParallel((16, 16, 16), unit=4, use_local_output=False)",
+    NeoXAttention: "ColwiseParallel()",
+    GateUp: "PackedColwiseParallel((24, 24))",
+    TiledQueries: "",
+    TwoOutputs: "",
+}
+
+
+@pytest.mark.parametrize(("make", "want"), PACKED.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_packed_projections(make: type[nn.Module], want: str) -> None:
+    def f(mesh: DeviceMesh) -> None:
+        ref = seeded(make)
+        plan = suggest_plan(ref, mesh, rand(2, 8, 16))
+        assert [repr(style) for style in plan.values()] == ([want, "RowwiseParallel()"] if want else [])
+        net = parallelize_module(copy.deepcopy(ref), mesh, plan)
+        same(net(rand(2, 8, 16)), ref(rand(2, 8, 16)))
 
     on_ranks(f, 2)
 
