@@ -1,6 +1,6 @@
 """What does cross entropy over sharded classes cost: time, memory and collectives, forward and backward?
 
-    python benchmarks/loss_parallel.py [--ranks 4] [--results FOLDER]
+    python benchmarks/loss_parallel.py [--ranks 4] [--rounds 9]
 
 Logits whose classes 4 ranks share, as rank 0 of a group in which collectives return at once: what is left is this
 rank's work. Four programs take turns in one process:
@@ -11,16 +11,12 @@ rank's work. Four programs take turns in one process:
              one (Megatron-LM, 2019): three all-reduces, the softmax kept for backward
     fused    for the second table: linear_cross_entropy, which makes no logits
 
-Memory is the most that tensors hold at one time beside the inputs, in multiples of this rank's logits. The results go
-to loss_parallel.json, and a plot beside it where matplotlib is installed.
+Memory is the most that tensors hold at one time beside the inputs, in multiples of this rank's logits.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -160,75 +156,44 @@ def measured(steps: dict[str, Step], inputs: list[torch.Tensor], logits: int, ro
     return found
 
 
-def row(label: str, found: dict[str, dict[str, Any]], names: tuple[str, ...]) -> list[object]:
-    """A line of a table: per program its time, memory and collectives; then ours against two others, in time."""
-    cells: list[object] = [label]
-    for name in names:
-        f = found[name]
-        cells.append(f"{bench.Spread(*f['ms'])}; {f['memory']:.2f}; {f['collectives']}")
-    ours = found["ours"]["ms"][0]
-    return [*cells, *(f"{ours / found[other]['ms'][0]:.2f}" for other in ("torch", "hand"))]
-
-
-def plot(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Bars of time and memory, relative to torch's, where matplotlib is installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    names = ("torch", "ours", "hand", "fused")
-    for axis, (what, title) in zip(axes, (("ms", "time"), ("memory", "memory beside the inputs")), strict=True):
-        for i, name in enumerate(names):
-            values = [
-                (f[name][what][0] if what == "ms" else f[name][what])
-                / (f["torch"][what][0] if what == "ms" else f["torch"][what])
-                if name in f
-                else 0.0
-                for f in results.values()
-            ]
-            axis.bar([at + 0.2 * i for at in range(len(values))], values, 0.18, label=name)
-        axis.set_xticks([at + 0.3 for at in range(len(results))], list(results), rotation=20, ha="right", fontsize=7)
-        axis.set_title(f"{title}, torch = 1")
-        axis.axhline(1.0, color="grey", linewidth=0.6)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
+def tables(title: str, found: dict[str, dict[str, dict[str, Any]]], names: tuple[str, ...]) -> str:
+    """Three tables: time, memory, collectives."""
+    times, memory, collectives = [], [], []
+    for label, of in found.items():
+        ours = of["ours"]["ms"][0]
+        ratios = [f"{ours / of[other]['ms'][0]:.2f}" for other in ("torch", "hand")]
+        times.append([label, *(bench.Spread(*of[n]["ms"]) for n in names), *ratios])
+        memory.append([label, *(f"{of[n]['memory']:.2f}" for n in names)])
+        collectives.append([label, *(of[n]["collectives"] for n in names)])
+    return "\n\n".join((
+        f"{title}: milliseconds of a step, median (quartiles)",
+        bench.markdown(["sizes", *names, "ours / torch", "ours / hand"], times),
+        f"{title}: memory beside the inputs, in multiples of the logits",
+        bench.markdown(["sizes", *names], memory),
+        f"{title}: collectives",
+        bench.markdown(["sizes", *names], collectives),
+    ))  # fmt: skip
 
 
 def main() -> None:
-    """Print the two tables and write the results."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--results", type=Path, default=Path(__file__).resolve().parent / "results")
     given = parser.parse_args()
     bench.start_fake_world(given.ranks)
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    print("Each cell: milliseconds of a step, median (quartiles); memory in multiples of the logits; collectives.\n")
     for title, cases, make, names in (
-        ("[rows, classes] of logits", LOGITS, of_logits, ("torch", "ours", "hand")),
-        ("[rows, features, classes] of a linear layer", LINEAR, of_linear, ("torch", "ours", "fused", "hand")),
+        ("Logits [rows, classes]", LOGITS, of_logits, ("torch", "ours", "hand")),
+        ("Linear layer [rows, features, classes]", LINEAR, of_linear, ("torch", "ours", "fused", "hand")),
     ):
-        lines = []
+        found = {}
         for case in cases:
             *sizes, dtype = case
             steps, inputs = make(*case, given.ranks)  # type: ignore[operator]
             logits = int(sizes[0]) * int(sizes[-1]) // given.ranks * getattr(torch, str(dtype)).itemsize
             rounds = given.rounds if logits > 1 << 20 else 8 * given.rounds
-            label = f"{sizes} {dtype}"
-            results[label] = measured(steps, inputs, logits, rounds)
-            lines.append(row(label, results[label], names))
-        print(f"{title} and the loss, classes over {given.ranks} ranks\n")
-        print(bench.markdown(["sizes", *names, "ours / torch", "ours / hand"], lines) + "\n")
-    facts = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
-             "machine": platform.processor() or platform.machine(), "ranks": given.ranks}  # fmt: skip
-    given.results.mkdir(exist_ok=True)
-    (given.results / "loss_parallel.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    plot(results, given.results / "loss_parallel.svg")
+            found[f"{sizes} {dtype}"] = measured(steps, inputs, logits, rounds)
+        print(tables(title, found, names) + "\n")
 
 
 if __name__ == "__main__":
