@@ -145,6 +145,35 @@ def test_hooks_of_others_stay_and_parts_can_be_undone() -> None:
     on_ranks(f)
 
 
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(x)  # type: ignore[no-any-return]
+
+
+class Wrapping(ParallelStyle):
+    """Puts another module in the module's place."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return Doubled(ColwiseParallel(output_layouts=R)._apply(module, device_mesh))
+
+
+def test_a_style_may_give_another_module() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        ref = mlp(6, 8, 5)
+        net = parallelize_module(copy.deepcopy(ref), mesh, {"0": Wrapping(), "2": ColwiseParallel(output_layouts=R)})
+        assert type(net[0]) is Doubled
+        same(net(rand(2, 6)), ref[2](ref[1](2 * ref[0](rand(2, 6)))))  # type: ignore[index]
+        assert type(parallelize_module(nn.Linear(6, 8), mesh, Wrapping())) is Doubled
+        assert not any(isinstance(p, DTensor) for p in unparallelize_module(net).parameters())
+        assert hooks(net) == 0
+
+    on_ranks(f)
+
+
 def test_meta_and_what_is_no_dtensor() -> None:
     def f(mesh: DeviceMesh) -> None:
         with torch.device("meta"):
