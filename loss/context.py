@@ -4,6 +4,7 @@ The engine computes log_softmax and nll_loss right in any layout, by itself. Ins
 
 - `F.cross_entropy` on DTensors is one operator: one small collective forward (one more for the mean where
   another axis shards the rows), none backward, no log-probabilities kept;
+- `F.linear_cross_entropy`, where torch has it, is `loss.linear_cross_entropy`, which makes no logits;
 - plain targets and weights count as replicated;
 - the layouts below hold, and inputs for which they cannot raise.
 
@@ -32,6 +33,7 @@ from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
 from loss.cross_entropy import cross_entropy
 from loss.layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved
+from loss.linear import linear_cross_entropy
 from loss.rows import class_dim
 
 __all__ = ["loss_parallel"]
@@ -61,7 +63,31 @@ class _LossParallel(TorchFunctionMode):
             logits = args[0] if args else kwargs.get("input")
             if isinstance(logits, DTensor):
                 return (_cross_entropy if func is F.cross_entropy else _nll_loss)(*args, **kwargs)
+        if func is _LINEAR:
+            return _linear_cross_entropy(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+_LINEAR: Callable[..., torch.Tensor] | None = getattr(F, "linear_cross_entropy", None)
+"""torch's loss of a linear layer; not in older versions."""
+
+
+def _linear_cross_entropy(
+    input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor, *, ignore_index: int | None = None,
+    linear_bias: torch.Tensor | None = None, weight: torch.Tensor | None = None, options: object = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Ours, which is chunked whatever the options, for DTensors and class indices; else torch's."""
+    by_class = isinstance(linear_weight, DTensor) and linear_weight.ndim == 2
+    if by_class and target.shape == input.shape[:-1] and not target.is_floating_point():
+        ignore_index = -100 if ignore_index is None else ignore_index
+        return linear_cross_entropy(
+            input, linear_weight, target, linear_bias, class_weight=weight, ignore_index=ignore_index, **kwargs
+        )
+    assert _LINEAR is not None
+    return _LINEAR(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, ignore_index=ignore_index,
+        options=options, **kwargs,
+    )  # fmt: skip
 
 
 def _cross_entropy(

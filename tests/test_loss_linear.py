@@ -219,6 +219,24 @@ def test_plain_hidden_states_beside_sharded_classes() -> None:
     on(f, 3)
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this torch")
+def test_the_function_of_torch_inside_loss_parallel() -> None:
+    h, w, t, b, c = inputs((6,), 9, 4)
+    kw: dict[str, Any] = {"weight": c, "label_smoothing": 0.1}
+    want = F.linear_cross_entropy(h, w, t, linear_bias=b, **kw)
+
+    def f(mesh: DeviceMesh) -> None:
+        dh, dw, db = (laid(x, mesh, y).requires_grad_() for x, y in ((h, [R]), (w, [S(0)]), (b, [S(0)])))
+        with loss_parallel(), CommDebugMode() as sent:
+            got = F.linear_cross_entropy(dh, dw, t, linear_bias=db, **kw)
+        torch.testing.assert_close(got.full_tensor(), want)
+        assert sent.get_total_counts() == 1 and "Linear" in type(got.grad_fn).__name__
+        with loss_parallel():
+            torch.testing.assert_close(F.linear_cross_entropy(h, w, t, linear_bias=b, **kw), want)
+
+    on(f, 3)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_frozen_inputs_get_no_gradient(frozen: str) -> None:
     h, w, t = rand(5, 4), rand(9, 4), ints(9, 5)
