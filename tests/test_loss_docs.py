@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,11 @@ REDUCTIONS = ("none", "sum", "mean")
 Layout = Sequence[Placement]
 
 
-def on_ranks(names: str, f: Callable[[DeviceMesh], str]) -> str:
+def on_ranks(names: str, f: Callable[[DeviceMesh], str | None]) -> str:
     """What rank 0 of a mesh of 2 ranks an axis says."""
     axes = tuple(names.split(","))
 
-    def run() -> str:
+    def run() -> str | None:
         return f(init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes))
 
     return str(dtensor.simulate(2 ** len(axes))(run)[0])
@@ -177,6 +178,27 @@ def with_table(text: str, name: str) -> str:
 def test_tables_are_measured(name: str) -> None:
     text = PAGE.read_text()
     assert with_table(text, name) == text, "run `python tests/test_loss_docs.py` and read the diff"
+
+
+def test_the_loss_by_hand_that_the_benchmark_compares_with_is_right() -> None:
+    sys.path.append(str(PAGE.parent.parent / "benchmarks"))
+    try:
+        from loss_parallel import ByHand
+    finally:
+        sys.path.pop()
+    x, t = rand(6, 12), ints(12, 6)
+    whole = x.clone().requires_grad_()
+    want = F.cross_entropy(whole, t, reduction="none")
+    want.mean().backward()
+
+    def f(mesh: DeviceMesh) -> None:
+        local = x.chunk(2, 1)[mesh.get_rank()].clone().requires_grad_()
+        got = ByHand.apply(local, t)
+        got.mean().backward()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(local.grad, whole.grad.chunk(2, 1)[mesh.get_rank()])
+
+    on_ranks("tp", f)
 
 
 def test_the_documented_layouts_of_torch_are_among_them() -> None:
