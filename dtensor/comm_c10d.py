@@ -322,9 +322,9 @@ class C10dCommunicator(Communicator):
         x = _waited(x)
         shape = max([tuple(s) for s in shapes], key=prod)
         short = [i for i, s in enumerate(shapes) if tuple(s) != shape]
-        spare = {i: x.new_empty(shape) for i in short}
-        if self.rank in spare:
+        if self.rank in short:
             x = _spaced([x], prod(shape)).view(shape)
+        spare = {i: x if i == self.rank else x.new_empty(shape) for i in short}
         options = c10d.AllgatherOptions()
         options.asyncOp = True
         outputs = [_carried(t) for t in self._by_group_rank([spare.get(i, t) for i, t in enumerate(into)])]
@@ -355,7 +355,7 @@ class C10dCommunicator(Communicator):
         wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
         most = max(f.numel() for f in flats)
         total = sum(f.numel() for f in flats)
-        if padding_counts(self.size * most * own.itemsize, total * own.itemsize):
+        if _eager(own) and padding_counts(self.size * most * own.itemsize, total * own.itemsize):
             return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape)
         sent = _spaced(self._by_group_rank(flats), most)
         raw = _F.reduce_scatter_tensor.default(sent, how.wire, self.size, self._name)
@@ -413,7 +413,7 @@ class C10dCommunicator(Communicator):
     ) -> Pending[torch.Tensor]:
         dtype, shape = like.dtype, like.shape
         flats = None if parts is None else [_flat(p) for p in self._by_group_rank(parts)]
-        if shapes is None:
+        if shapes is None or not _eager(like):
             sizes = [0] * self.size if flats is None else [f.numel() for f in flats]
             sent = _flat(like).new_empty(0) if flats is None else torch.cat(flats)
             arriving: list[Shape] = [(0,)] * self.size

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtensor import dispatch as hot
 from dtensor import random as rng
 from dtensor.comm import Communicator, Pending, received
-from dtensor.comm_c10d import C10dCommunicator
 from dtensor.comm_fake import FakeCommunicator
 from dtensor.comm_simulated import SimulatedCommunicator
 from dtensor.debug.collectives import Collective
@@ -64,10 +63,6 @@ def _patch() -> None:
     for cls in (SimulatedCommunicator, FakeCommunicator):
         for name in _METHODS:
             _replace(cls, name)
-    _replace(C10dCommunicator, "_scatter")
-    for name in ("_uneven_scatter",):
-        if hasattr(C10dCommunicator, name):
-            _replace(C10dCommunicator, name)
 
 
 def _patch_store() -> None:
@@ -110,7 +105,7 @@ def _replace(cls: type, name: str) -> None:
 
 def _recorded(recorder: Recorder, comm: Communicator, original: Any, name: str, args: tuple[Any, ...]) -> Any:
     """Record one call of a communicator's method, and give fake results of the right shapes."""
-    kind = name.removeprefix("_").replace("uneven_scatter", "reduce_scatter")
+    kind = name.removeprefix("_")
     tensors = [a for a in args if isinstance(a, torch.Tensor) or (isinstance(a, (list, tuple)) and list(tensors_in(a)))]
     places = [i for i, a in enumerate(args) if any(a is t for t in tensors)]
 
@@ -122,7 +117,6 @@ def _recorded(recorder: Recorder, comm: Communicator, original: Any, name: str, 
 
     first = next(tensors_in(tensors))
     new = lambda shape: torch.empty(tuple(shape), dtype=first.dtype, device=first.device)  # noqa: E731
-    outer_depth = recorder.depth
     with _disable_current_modes(), recorder.fake:
         out: Any
         count = first.numel()
@@ -131,13 +125,12 @@ def _recorded(recorder: Recorder, comm: Communicator, original: Any, name: str, 
             out = [new(s) for s in args[1]] if into is None else list(into)
             count = received(kind, comm.size, comm.rank, args[1])
         elif kind == "reduce_scatter":
-            out = new(args[3] if name == "_uneven_scatter" else args[0][comm.rank].shape)
+            out = new(args[0][comm.rank].shape)
             count = received(kind, comm.size, comm.rank, [p.shape for p in args[0]])
         elif kind == "scatter":
             out = new(args[1].shape)
         else:
             out = new(first.shape)
             count = received(kind, comm.size, comm.rank, first.numel()) if kind == "all_reduce" else count
-    recorder.depth = outer_depth
     fx_args = [list(a) if isinstance(a, tuple) else a for a in tensors]
     return recorder.collective(kind, run, fx_args, out, Collective(kind, comm.size, float(count), first.itemsize))

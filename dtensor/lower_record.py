@@ -9,8 +9,7 @@ the graph holds no layouts to be decided and no autograd; what the engine decide
     node               aten.mm(x, w)          f32[4,16]         f32[16,16]            meta["call"]: the op on DTensors
 
 Collectives of process groups are functional ops by the name of their group, and are recorded as such. Those of
-simulated and fake ranks are methods of a communicator, and become one call of it each; so do the few of process groups
-that have no functional form.
+simulated and fake ranks are methods of a communicator, and become one call of it each.
 
 Random numbers are drawn at every call. What the engine does to generators around a draw, so that ranks agree where they
 must, becomes two calls, one before the draw and one after it.

@@ -149,6 +149,11 @@ def test_collectives_are_functional_and_by_name() -> None:
     for layout, count in ((Shard(0), 1), (Shard(1), 2), (Shard(0), 2)):
         run(distribute_tensor(torch.randn(8, 4), mesh, [layout], src_data_rank=None))
         assert len(graphs) == count
+    cut = torch.compile(
+        lambda x: x.redistribute(placements=[Shard(0)]), backend=aot_autograd(fw_compiler=keep), fullgraph=True
+    )
+    cut(distribute_tensor(torch.randn(9, 64), mesh, [Partial()], src_data_rank=None))
+    assert "reduce_scatter_tensor" in graphs[-1] and "c10d.reduce_scatter" not in graphs[-1]  # uneven, and waited for
     full(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
     group = mesh.get_group().group_name
     assert "_c10d_functional.all_gather_into_tensor" in graphs[-1] and f"'{group}'" in graphs[-1]
