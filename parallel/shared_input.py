@@ -40,8 +40,9 @@ from dtensor.moved import Watch, memory_version
 
 __all__ = ["LIMIT", "share_inputs", "shared"]
 
-LIMIT = 3
-"""Inputs remembered at a time, the last ones used."""
+LIMIT = 2
+"""Inputs remembered at a time, the last ones used. What follows a block's first input pushes it out soon, so that a
+model's forward holds no more than this many beyond their time."""
 
 Context = tuple[object, ...]
 

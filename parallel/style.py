@@ -159,6 +159,8 @@ def relayout(x: DTensor, over: StyleAxis, layout: Placement, call: str) -> DTens
     if isinstance(layout, (Shard, StridedShard)) and layout.dim < 0:
         d = layout.dim + x.ndim
         layout = Shard(d) if isinstance(layout, Shard) else StridedShard(d, split_factor=layout.split_factor)
+    if x.device_mesh is over.mesh and x.placements[over.index] is layout and not isinstance(layout, Partial):
+        return x
     placed = over.moved(x, layout, call)
     if tuple(x.placements) == tuple(placed) and not isinstance(layout, Partial):
         return x
@@ -170,6 +172,8 @@ def arranged(
 ) -> DTensor:
     """An input, `wrap`ped as `given` and brought to `desired`: once for all modules of a scope that take it so."""
     make = lambda: relayout(wrap(x, over, given, call, known), over, desired, call)  # noqa: E731
+    if given is desired and isinstance(desired, Shard) and not isinstance(x, DTensor):
+        return make()  # nothing is sent for it, forward or backward
     return shared(x, (over, given, desired, known), make)
 
 
