@@ -45,7 +45,7 @@ def placements(e: Any, text: str) -> list[Any]:
 
 def repeats(nbytes: int) -> int:
     """How often a pair is timed."""
-    return 31 if nbytes <= 1 << 17 else 15 if nbytes <= 1 << 21 else 9 if nbytes <= 1 << 25 else 5
+    return 31 if nbytes <= 1 << 17 else 15 if nbytes <= 1 << 21 else 9 if nbytes <= 1 << 25 else 4
 
 
 def received(call: Any) -> int:
@@ -188,7 +188,7 @@ def main() -> None:
     given = parser.parse_args()
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     rows = [row for ranks in numbers(given.ranks) for row in measure(ranks, numbers(given.sizes))]
-    sys.stdout.write(report(rows) + "\n")
+    sys.stdout.write("On processes, ms of the slowest rank, median (quartiles)\n\n" + report(rows) + "\n")
     if given.json:
         file = Path(given.json)
         new = {(r["ranks"], r["bytes"]) for r in rows}

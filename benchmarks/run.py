@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 FOUND = HERE / "results"
 SCRIPTS = (
     "dispatch_cached", "profile_dispatch", "dispatch_miss", "sequences", "cache_memory", "block", "redistribute",
+    "redistribute_plan", "redistribute_memory", "redistribute_gloo",
     "loss_parallel", "import_time",
 )  # fmt: skip
 

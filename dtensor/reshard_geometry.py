@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from dtensor.placement import Shard, StridedShard
 from dtensor.reshard_step import Layout, Step
@@ -52,6 +53,7 @@ def common(have: Region, want: Region) -> tuple[Region, Region]:
     return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
 
 
+@lru_cache(maxsize=65536)
 def _common_runs(a: Runs, b: Runs) -> tuple[Runs, Runs]:
     in_a: list[Interval] = []
     in_b: list[Interval] = []

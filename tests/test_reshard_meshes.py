@@ -161,6 +161,31 @@ def test_public_call_and_its_gradient() -> None:
     on_ranks(4, body)
 
 
+@pytest.mark.parametrize("name", GRIDS)
+def test_gradients_come_back_over_meshes(name: str) -> None:
+    """Uneven shards and a pending source; meshes that share no rank; every rank of neither mesh takes no part."""
+    one, two = GRIDS[name]
+
+    def body() -> list[str]:
+        a, b = DeviceMesh("cpu", one), DeviceMesh("cpu", two)
+        full, weight = numbers((7, 5)), numbers((7, 5)) % 4 - 1.5
+        whole, bad = [R] * a.ndim, []
+        for src, dst in itertools.product((S0, S1, R), (S0, S1, R)):
+            x = distribute_tensor(full, a, [src, *whole[1:]]).requires_grad_()
+            y = x.redistribute(b, [dst] * b.ndim) * distribute_tensor(weight, b, [dst] * b.ndim)
+            total = x.sum(0).redistribute(b, [S0, *[R] * (b.ndim - 1)])
+            back = y.redistribute(a, [S1, *whole[1:]]).sum() + (total * total).sum().redistribute(a, whole)
+            back.redistribute(placements=whole).backward()
+            grad = x.grad
+            assert isinstance(grad, DTensor)
+            if a.coord is not None and not torch.allclose(grad.full_tensor(), weight + 2 * full.sum(0)):
+                bad.append(f"{src} {dst}")
+            bad += [] if grad.placements == x.placements else [repr(grad.placements)]
+        return bad
+
+    on_ranks(6, body)
+
+
 def test_errors() -> None:
     with fake_world(4):
         a, b = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))

@@ -306,7 +306,7 @@ class Peak(TorchDispatchMode):
 
 
 MORE = {
-    "all_to_all": "what arrives lies in a buffer of the result's size until it is put in its places",
+    "all_to_all": "what several ranks want is sent once for each; what arrives lies in a buffer until it is in place",
     "all_to_all_reduce": "the pending parts of what a rank wants arrive together, before they are reduced",
     "all_gather": "uneven or split-factor shards travel in buffers of their own, of the result's size together",
     "reduce_scatter": "parts of a split-factor shard are laid side by side, then padded to one size",
