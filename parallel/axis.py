@@ -23,11 +23,15 @@ Others = Placement | Mapping[str | int, Placement] | None
 
 @dataclass(frozen=True, slots=True)
 class StyleAxis:
-    """Axis number `index` of `mesh`. `others`: by axis, how plain tensors lie over it; None where nobody said."""
+    """Axis number `index` of `mesh`. `others`: by axis, how plain tensors lie over it; None where nobody said.
+
+    `check`: the ranks compare plain inputs.
+    """
 
     mesh: DeviceMesh
     index: int
     others: tuple[Placement | None, ...]
+    check: bool = False
 
     @property
     def size(self) -> int:
@@ -46,6 +50,8 @@ class StyleAxis:
 
     def piece(self, own: Placement, call: str) -> list[Placement]:
         """The layout that a plain tensor is taken to have. ValueError where it is not known over some axis."""
+        if len(self.others) == 1:
+            return [own]
         placed = [own if i == self.index else p for i, p in enumerate(self.others)]
         if None not in placed:
             return [p for p in placed if p is not None]
@@ -77,7 +83,9 @@ class StyleAxis:
         return local
 
 
-def style_axis(style: object, mesh: object, axis: str | int | None = None, others: Others = None) -> StyleAxis:
+def style_axis(
+    style: object, mesh: object, axis: str | int | None = None, others: Others = None, check: bool = False
+) -> StyleAxis:
     """The axis of `mesh` that `style` works on: its only one, or the one that `axis` names.
 
     Raises ValueError for a mesh of several axes where `axis` is None, for an unknown axis, and for `others` that
@@ -93,7 +101,7 @@ def style_axis(style: object, mesh: object, axis: str | int | None = None, other
             f'parallelize_module(..., axis="{names[-1] if names else ours.ndim - 1}", others=Shard(0))'
         )
     index = 0 if axis is None else _number(ours, axis)
-    return StyleAxis(ours, index, _over_others(ours, index, others))
+    return StyleAxis(ours, index, _over_others(ours, index, others), check)
 
 
 def _number(mesh: DeviceMesh, axis: str | int) -> int:

@@ -35,6 +35,7 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     axis: str | int | None = None,
     others: Others = None,
+    check_inputs: bool = False,
 ) -> nn.Module:
     """Lay `module` out over `device_mesh` as `parallelize_plan` says, in place, and return it.
 
@@ -48,6 +49,8 @@ def parallelize_module(
             tensors lie over the other ones: one placement, or a mapping from axes to placements. Parameters are
             replicated over the other axes, and their gradients are reduced over them. Without `others` the module
             takes DTensors only.
+        check_inputs: in every call the ranks compare their plain inputs, which costs a small gather each: replicas must
+            be equal and pieces even, else ValueError on all ranks. For finding mistakes.
 
     Raises, before anything is changed: ValueError for a path that names no module, a mesh of several axes without
     `axis`, a parameter that is a DTensor of another mesh, or a shared parameter that would get two layouts;
@@ -63,7 +66,7 @@ def parallelize_module(
         return module
     steps = list(_steps(module, parallelize_plan))
     for _, _, style in steps:
-        style.src_data_rank, style.axis, style.others = src_data_rank, axis, others
+        style.src_data_rank, style.axis, style.others, style.check_inputs = src_data_rank, axis, others, check_inputs
     _check(steps, mesh)
     ties = _shared_parameters(module)
     _check_ties(module, steps, ties)

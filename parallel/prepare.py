@@ -217,7 +217,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in (self.prepare_module_input, self.prepare_module_output):
-            part.axis, part.others = self.axis, self.others
+            part.axis, part.others, part.check_inputs = self.axis, self.others, self.check_inputs
             part._apply(module, device_mesh)
         return module
 

@@ -20,6 +20,7 @@ from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, d
 from dtensor.placement import StridedShard
 from dtensor.strides import stride_like
 from parallel.axis import Others, StyleAxis, style_axis
+from parallel.compare import compare_inputs
 from parallel.shared_input import shared
 
 __all__ = [
@@ -39,11 +40,13 @@ class ParallelStyle(ABC):
             without communication.
         axis, others: which axis of a mesh of several the style works on, and how plain tensors lie over the
             other ones; `over(mesh)` puts them together.
+        check_inputs: the ranks compare their plain inputs in every call.
     """
 
     src_data_rank: int | None = 0
     axis: str | int | None = None
     others: Others = None
+    check_inputs: bool = False
     lays_out_parameters: ClassVar[bool] = False
     keeps_ties: bool = True
 
@@ -56,7 +59,7 @@ class ParallelStyle(ABC):
 
     def over(self, device_mesh: DeviceMesh) -> StyleAxis:
         """The mesh axis to work on. ValueError where the mesh has several and none was named."""
-        return style_axis(self, device_mesh, self.axis, self.others)
+        return style_axis(self, device_mesh, self.axis, self.others, self.check_inputs)
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027 - a style may have no checks
         """Raise when this style cannot be applied to `module`; must change nothing."""
@@ -129,7 +132,10 @@ def wrap(
         raise TypeError(f"{call}: expected a tensor to lay out as {layout}, got {type(x).__name__}")
     placed = over.piece(layout, call)
     dim = x.ndim if known is None else x.ndim + known[0]
-    if known is None or not isinstance(layout, Shard) or dim < 0 or dim >= x.ndim or layout.dim % x.ndim != dim:
+    cut = known is not None and isinstance(layout, Shard) and 0 <= dim < x.ndim and layout.dim % x.ndim == dim
+    if over.check:
+        compare_inputs(x, over.mesh, placed, call, dim if cut else None)
+    if known is None or not cut:
         return DTensor.from_local(x, over.mesh, placed, run_check=False)
     _check_piece(x.shape[dim], over, known, call)
     shape = [known[1] if d == dim else over.extent(n, d, x.ndim) for d, n in enumerate(x.shape)]

@@ -11,7 +11,17 @@ from laws import rand
 from test_parallel_styles import on_ranks, same
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
 from parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -52,7 +62,7 @@ def test_documented_arguments(call: Any, arguments: dict[str, object], by_name: 
             assert p.default is arguments[name] or p.default == arguments[name]
             assert (p.kind is p.KEYWORD_ONLY) == by_name
         else:
-            assert p.kind is p.KEYWORD_ONLY and (p.default is None or name == "src_data_rank" and p.default == 0)
+            assert p.kind is p.KEYWORD_ONLY and p.default in ((0,) if name == "src_data_rank" else (None, False))
 
 
 LAYOUTS: list[Placement] = [R, S(0), S(1), S(-1), P]
@@ -158,3 +168,56 @@ def test_inputs_of_linear_styles_by_keyword_and_no_grad(make: Any) -> None:
             assert net(x).shape == (3, 4)
 
     on_ranks(f)
+
+
+def linear(style: Any) -> Any:
+    return lambda m: parallelize_module(nn.Linear(8, 4), m, style, check_inputs=True)
+
+
+WHOLE, ROWS = linear(ColwiseParallel()), linear(ColwiseParallel(input_layouts=S(0)))
+
+MISTAKES: dict[str, tuple[Any, Any, str | None]] = {
+    "equal replicas": (WHOLE, lambda r: torch.ones(2, 8), None),
+    "replicas that differ": (WHOLE, lambda r: torch.full((2, 8), float(r == 3)), "ranks 0 and 3, tensors of different"),
+    "even pieces": (ROWS, lambda r: torch.full((2, 8), float(r)), None),
+    "uneven pieces": (ROWS, lambda r: torch.ones(1 if r == 2 else 2, 8), r"shapes \[2, 8\] and \[1, 8"),
+    "an empty piece": (ROWS, lambda r: torch.ones(0 if r == 3 else 2, 8), "which may be cut unevenly"),
+    "uneven features": (
+        lambda m: parallelize_module(nn.Linear(7, 4), m, RowwiseParallel(), check_inputs=True),
+        lambda r: torch.ones(2, 1 if r == 3 else 2), None),
+    "other shapes beside the features": (
+        linear(RowwiseParallel()), lambda r: torch.ones(2 + (r == 1), 2), "ranks 0 and 1"),
+    "complex, sequence": (
+        lambda m: parallelize_module(nn.Dropout(0.0), m, SequenceParallel(), check_inputs=True),
+        lambda r: torch.ones(2, 3, dtype=torch.complex64), None),
+    "indices": (
+        lambda m: parallelize_module(nn.Embedding(8, 4), m, RowwiseParallel(input_layouts=R), check_inputs=True),
+        lambda r: torch.tensor([1, 2 + r]), "of different values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "given", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_inputs_that_do_not_go_together(make: Any, given: Any, text: str | None) -> None:
+    """With check_inputs they are an error on every rank, and what goes together passes."""
+
+    def f(mesh: DeviceMesh) -> None:
+        net = make(mesh)
+        if text is None:
+            net(given(mesh.get_local_rank()))
+            return
+        with pytest.raises(ValueError, match=text):
+            net(given(mesh.get_local_rank()))
+
+    on_ranks(f)
+
+
+def test_inputs_are_compared_over_all_axes() -> None:
+    def f() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        more: dict[str, Any] = {"axis": "tp", "others": S(0), "check_inputs": True}
+        net = parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel(), **more)
+        net(torch.full((2, 8), float(mesh.get_local_rank("dp"))))
+        with pytest.raises(ValueError, match="ranks 2 and 3, tensors of different values"):
+            net(torch.full((2, 8), float(mesh.get_rank() == 3)))
+
+    simulate(4)(f)
