@@ -2,7 +2,8 @@
 
 Inside `recording(recorder)`, in its thread, methods of communicators that call no functional ops tell the recorder what
 they would do, and give fake results of the right shapes; what `dtensor.random` does to generators becomes a call before
-and one after the draw; and plans are not kept, as they may hold tensors of the trace.
+and one after the draw; states of generators that are read and set, as activation checkpointing does, are calls too;
+and plans are not kept, as they may hold tensors of the trace.
 """
 
 from __future__ import annotations
@@ -60,9 +61,37 @@ def _patch() -> None:
     for name in _CONTEXTS:
         _replace_context(name)
     _patch_store()
+    for module in _GENERATORS:
+        for name in _STATES:
+            _replace_state(module, name)
     for cls in (SimulatedCommunicator, FakeCommunicator):
         for name in _METHODS:
             _replace(cls, name)
+
+
+_GENERATORS = (torch, torch.random, torch.cuda)
+_STATES = ("get_rng_state", "set_rng_state", "manual_seed")
+"""What a program, or activation checkpointing for it, does to generators."""
+
+
+def _replace_state(module: Any, name: str) -> None:
+    original = getattr(module, name)
+    _originals.append((module, name, original))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        if recorder is None:
+            return original(*args, **kwargs)
+        out = None
+        if name == "get_rng_state":
+            with _disable_current_modes():
+                size = original(*args, **kwargs).shape
+                with recorder.fake:
+                    out = torch.empty(size, dtype=torch.uint8)
+        recorder.add(original, args, kwargs, out).meta["kept"] = True
+        return out
+
+    setattr(module, name, call)
 
 
 def _patch_store() -> None:

@@ -8,9 +8,11 @@ to them is kept as *effects*, which `Program.run` does again with real tensors a
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed._functional_collectives  # noqa: F401 - the shapes of functional collectives
 from torch._subclasses.fake_tensor import (
@@ -205,8 +207,16 @@ def _check_object(x: Any, grad: Any, name: str) -> None:
 
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    states = random.getstate(), str(numpy.random.get_state())
     try:
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        if states != (random.getstate(), str(numpy.random.get_state())):
+            random.setstate(states[0])
+            raise refuse(
+                "a program that draws numbers from Python or numpy", "their generators have gone on",
+                "they would be those of the first call for ever", "draw them outside and pass them, or draw with torch",
+            )  # fmt: skip
+        return result
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         raise refuse(
             "a program that looks at values", str(e), "a lowered program runs the same ops whatever the values are",

@@ -23,7 +23,8 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 
 All of it is the same on all ranks of a program that is, so all ranks trace again together. A function that cannot be
 traced raises `LowerError`: one that looks at values, has a random generator of its own, uses a tensor from elsewhere,
-or changes Python numbers. A function with more than `MAX_PROGRAMS` variants raises it too, and names what changes.
+draws from Python's or numpy's generators, or changes Python numbers. Of more than `MAX_PROGRAMS` variants those used
+last are kept, with a warning that names what changes.
 
 Optimizers count their steps in tensors here, as they do under `torch.compile`, so Adam's bias corrections are computed
 in float32. A learning rate that changes at every step should be a tensor.
@@ -31,6 +32,7 @@ in float32. A learning rate that changes at every step should be a tensor.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +40,7 @@ import torch
 
 from dtensor.lower_code import totals
 from dtensor.lower_guards import Variant, flatten, surroundings
-from dtensor.lower_record import LowerError, refuse
+from dtensor.lower_record import LowerError
 
 __all__ = ["LowerError", "Lowered", "lower"]
 
@@ -70,6 +72,7 @@ class Lowered:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._variants: list[Variant] = []
+        self._warned = False
         self._name = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,11 +87,15 @@ class Lowered:
 
     def _traced(self, args: Any, kwargs: dict[str, Any]) -> Variant:
         if len(self._variants) >= MAX_PROGRAMS:
-            raise refuse(
-                f"{self._name} has {MAX_PROGRAMS} variants", self._variants[0].difference(*flatten(args, kwargs)),
-                "something that its programs depend on is new at every call",
-                "make it a tensor, or take it out of the function",
-            )  # fmt: skip
+            if not self._warned:
+                changed = self._variants[0].difference(*flatten(args, kwargs))
+                warnings.warn(
+                    f"dtensor.lower: {self._name} was traced {MAX_PROGRAMS} times and is traced again, as something "
+                    f"that it depends on keeps changing ({changed}); a trace costs as much as many steps",
+                    stacklevel=3,
+                )
+                self._warned = True
+            self._variants.pop()
         made = Variant(self._fn, args, kwargs)
         self._variants.insert(0, made)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,52 @@ def test_random_numbers_are_drawn_anew_and_are_those_of_eager(layout: list[Any])
     on((2, 2), f)
 
 
+def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def f(mesh: Any) -> None:
+        w = [distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)]).requires_grad_() for _ in range(2)]
+        x = distribute_tensor(torch.ones(5, 3), mesh, [R])
+
+        def layer(w: DTensor) -> torch.Tensor:
+            return F.dropout(x @ w, 0.5).square()
+
+        def step(w: DTensor) -> torch.Tensor:
+            loss = checkpoint(layer, w, use_reentrant=False).sum()
+            loss.backward()
+            return loss
+
+        run = dtensor.lower(step, w[1])
+        for seed in range(3):
+            found = []
+            for f, leaf in zip((step, run), w, strict=True):
+                torch.manual_seed(seed)
+                leaf.grad = None
+                found.append(full(f(leaf)))
+            assert_close(*found)
+            assert w[0].grad is not None and w[1].grad is not None
+            assert_close(w[1].grad.full_tensor(), w[0].grad.full_tensor())
+        assert run.programs == 1
+
+    on((2,), f)
+
+
+def test_many_variants_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtensor.lowering.MAX_PROGRAMS", 2)
+
+    def f(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        run = dtensor.lower(lambda x, n: x * n, x, 0)
+        run(x, 1)
+        with pytest.warns(UserWarning, match="the argument 1 is 2"):
+            run(x, 2)
+        for n in (3, 0, 2, 2):
+            assert_close(full(run(x, n)), torch.full((4,), float(n)))
+        assert run.programs == 2
+
+    on((1,), f)
+
+
 def test_memory_of_inputs_and_views() -> None:
     """Offsets, shared memory, views that are left out of a program, a view that had to move data."""
 
@@ -332,6 +379,7 @@ def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
         ("looks at values", lambda x: x.sum().item(), x),
         ("looks at values", lambda x: x if x.sum() > 0 else -x, x),
         ("looks at values", lambda x: x.tolist(), x),
+        ("Python or numpy", lambda x: x * random.random(), x),
         ("no place for a generator", lambda x: x.clone().normal_(generator=torch.Generator()), x),
         ("depends on values", lambda x: torch.nonzero(x), x),
         ("neither an argument", lambda x: x + secret.x, x),
