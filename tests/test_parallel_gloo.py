@@ -12,9 +12,8 @@ from test_parallel_packed import Attention
 from test_parallel_styles import mlp, same, seeded
 from torch import nn
 
-from dtensor import Shard, init_device_mesh
+from dtensor import init_device_mesh
 from parallel import (
-    ColwiseParallel,
     PackedColwiseParallel,
     RowwiseParallel,
     check_plan,
@@ -52,17 +51,6 @@ def case_packed(rank: int, world: int) -> None:
     agree(parallelize_module(copy.deepcopy(ref), mesh, plan), ref, rand(2, 3, 8))
 
 
-def case_two_axes(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-    ref, x = mlp(6, 7, 5), rand(4, 6)
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    net = parallelize_module(copy.deepcopy(ref), mesh, plan, axis="tp", others={"dp": Shard(0)})
-    net(x.chunk(2)[mesh.get_local_rank("dp")]).square().sum().backward()
-    ref(x).square().sum().backward()
-    for p, q in zip(unparallelize_module(net).parameters(), ref.parameters(), strict=True):
-        same(p.grad, q.grad)  # type: ignore[arg-type]
-
-
 @pytest.mark.processes
 def test_on_gloo() -> None:
-    run_ranks(4, [case_suggested, case_packed, case_two_axes]).check()
+    run_ranks(2, [case_suggested, case_packed]).check()
