@@ -40,15 +40,7 @@ def move_cost(
     model: CostModel, src: Placement, dst: Placement, nbytes: float, k: int, axes: Sequence[int] = ()
 ) -> float:
     """Seconds to turn `src` into `dst` on an axis of `k` for a local part of `nbytes`."""
-    if isinstance(src, Replicate):
-        return 0.0
-    if isinstance(src, Partial):
-        if isinstance(dst, (Shard, StridedShard)):
-            return model.reduce_scatter(k, nbytes, axes)
-        return model.all_reduce(k, nbytes, axes)
-    if isinstance(dst, (Shard, StridedShard)):
-        return model.all_to_all(k, nbytes, axes)
-    return model.all_gather(k, nbytes, axes)
+    return 0.0 if isinstance(src, Replicate) else float(getattr(model, _kind(src, dst))(k, nbytes, axes))
 
 
 def reordered(spec: Spec, want: Sequence[Placement], axis: int) -> bool:
@@ -111,7 +103,14 @@ def price(model: CostModel, decision: Decision, inputs: Sequence[Spec]) -> float
                 model.launch(s.axes) + model.transfer(s.nbytes, s.axes) for s in plan.steps if s.is_collective
             )
         elif axes:
-            total += _one_axis(model, src.placements[axes[0]], dst.placements[axes[0]], nbytes, src.mesh.shape, axes)
+            kind = _kind(src.placements[axes[0]], dst.placements[axes[0]])
+            total += _one(model, kind, src.mesh.shape[axes[0]], nbytes, axes)
+    kernel = decision.kernel
+    if kernel is not None and kernel.collectives and not model.by_seconds:
+        k = math.prod(decision.inputs[0].mesh.shape[a] for a in decision.kernel_axes)
+        nbytes = max(kernel.elements, 1) * inputs[0].dtype.itemsize
+        send = getattr(model, kernel.moves)
+        total += kernel.collectives * (_one(model, kernel.moves, k, nbytes, ()) - send(k, nbytes))
     return total
 
 
@@ -123,16 +122,17 @@ def _owed(model: CostModel, out: Spec) -> float:
     return model.transfer(out.local_numel_bound * out.dtype.itemsize * (k - 1) / k)
 
 
-def _one_axis(
-    model: CostModel, src: Placement, dst: Placement, nbytes: int, sizes: Sequence[int], axes: Sequence[int]
-) -> float:
-    """What `price` counts for a move on one axis, without a plan."""
-    k = sizes[axes[0]]
-    if model.by_seconds or isinstance(src, Replicate):
-        return move_cost(model, src, dst, nbytes, k, axes)
-    share = nbytes * (k - 1) / k
+def _kind(src: Placement, dst: Placement) -> str:
+    """The collective that brings `src`, which is not replicated, into `dst`."""
+    cut = isinstance(dst, (Shard, StridedShard))
     if isinstance(src, Partial):
-        received = share if isinstance(dst, (Shard, StridedShard)) else 2 * share
-    else:
-        received = share if isinstance(dst, (Shard, StridedShard)) else nbytes * (k - 1)
-    return model.launch(axes) + model.transfer(received, axes)
+        return "reduce_scatter" if cut else "all_reduce"
+    return "all_to_all" if cut else "all_gather"
+
+
+def _one(model: CostModel, kind: str, k: int, nbytes: float, axes: Sequence[int]) -> float:
+    """What `price` counts for one collective among `k`: a launch, and what is received."""
+    if model.by_seconds or k == 1:
+        return float(getattr(model, kind)(k, nbytes, axes))
+    times = {"all_gather": k, "all_reduce": 2.0}.get(kind, 1.0)
+    return model.launch(axes) + model.transfer(times * nbytes * (k - 1) / k, axes)
