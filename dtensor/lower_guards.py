@@ -16,7 +16,7 @@ from dtensor import dispatch as hot
 from dtensor.lower_code import written_out
 from dtensor.lower_program import Made, Program, Value
 from dtensor.lower_state import VALUES, Reach, reach
-from dtensor.lower_trace import trace
+from dtensor.lower_trace import local_of, trace
 
 __all__ = ["Variant", "flatten", "surroundings"]
 
@@ -66,8 +66,8 @@ class Variant:
         opaque = [x for x in leaves if not isinstance(x, (torch.Tensor, *VALUES))]
         self._reach: Reach = reach(fn, *opaque)
         self._kept = [fn, *opaque]
-        objects: list[Any] = list(self._reach.dtensors)
-        plain: list[tuple[Any, torch.Tensor]] = list(self._reach.plain)
+        objects: list[Any] = [*self._reach.dtensors, *(t for _, t in self._reach.plain if t.requires_grad)]
+        plain: list[tuple[Any, torch.Tensor]] = [(p, t) for p, t in self._reach.plain if not t.requires_grad]
         place, held = {id(x): i for i, x in enumerate(objects)}, {id(t): i for i, (_, t) in enumerate(plain)}
         names = _names(fn, self._reach, objects)
         plain_names = [str(p[1]) for p, _ in plain]
@@ -77,7 +77,7 @@ class Variant:
         n_objects, n_plain = len(objects), len(plain)
         called = _argument_names(fn, args, kwargs, len(leaves))
         for i, x in enumerate(leaves):
-            if isinstance(x, hot._DTensor):
+            if isinstance(x, hot._DTensor) or (isinstance(x, torch.Tensor) and x.requires_grad):
                 at = place.setdefault(id(x), len(objects))
                 if at == len(objects):
                     objects.append(x)
@@ -101,7 +101,7 @@ class Variant:
         self._plain: list[Any] = [t for _, t in plain[:n_plain]] + [None] * (len(plain) - n_plain)
         self._n_reached = n_objects
         self._seen: list[Any] = [None] * len(objects)  # local tensors of reached objects, looked at already
-        self._facts = [(x._spec, x.requires_grad, _in_memory(x._local_tensor), _grad_spec(x)) for x in objects]
+        self._facts = [(_kind(x), x.requires_grad, _in_memory(local_of(x)), _grad_spec(x)) for x in objects]
         self._plain_facts = [_meta(t) for _, t in plain]
         self.program: Program = trace(fn, args, kwargs, self._reach, objects, plain, names, plain_names)
 
@@ -118,7 +118,7 @@ class Variant:
         D = hot._DTensor
         for x, (kind, known) in zip(leaves, self._leaves, strict=True):
             if kind == "object":
-                if x is not objects[known] or not isinstance(x, D):
+                if x is not objects[known] or not isinstance(x, torch.Tensor):
                     return False
             elif kind == "plain":
                 if x is not plain[known] or not isinstance(x, torch.Tensor) or isinstance(x, D) or x.requires_grad:
@@ -130,13 +130,20 @@ class Variant:
                 return False
         seen = self._seen
         for i, (x, (spec, requires, stride, grad)) in enumerate(zip(objects, self._facts, strict=True)):
-            if x._spec is not spec or _requires(x) != requires:
+            if type(x) is D:
+                if x._spec is not spec:
+                    return False
+                local = x._local_tensor
+            else:
+                if _kind(x) != spec:
+                    return False
+                local = x
+            if _requires(x) != requires:
                 return False
-            if requires and (_grad_spec(x) is not grad or not (x.is_leaf or not now[0])):
+            if requires and (_grad_spec(x) != grad or not (x.is_leaf or not now[0])):
                 return False
-            local = x._local_tensor
             if local is not seen[i]:
-                if type(local) is not torch.Tensor:
+                if type(local) is not torch.Tensor and type(x) is D:
                     local = _waited(x)
                 if _in_memory(local) != stride:
                     return False
@@ -189,8 +196,13 @@ class Variant:
         return written_out(p.graph, name, p.layouts, shown)
 
 
+def _kind(x: Any) -> Any:
+    """The spec of a DTensor; shape, dtype and device of a plain leaf."""
+    return x._spec if isinstance(x, hot._DTensor) else (x.shape, x.dtype, x.device)
+
+
 def _waited(x: Any) -> torch.Tensor:
-    local = x._local_tensor
+    local: Any = local_of(x)
     if type(local).__name__ == "AsyncCollectiveTensor":
         x._local_tensor = local = local.wait()
     made: torch.Tensor = local
@@ -204,7 +216,7 @@ def _grad_spec(x: Any) -> Any:
     if not _requires(x) or not x.is_leaf:
         return None
     grad = x.grad
-    return None if grad is None else getattr(grad, "_spec", grad)
+    return None if grad is None else getattr(grad, "_spec", None) or _meta(grad)
 
 
 def _names(fn: Callable[..., Any], found: Reach, objects: Sequence[Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +57,22 @@ class Template:
         return out[0] if self.spec is None else pytree.tree_unflatten(out, self.spec)
 
 
+_TAKE: dict[str, Callable[[Any], Any]] = {
+    "local": operator.attrgetter("_local_tensor"),
+    "own": lambda x: x,
+    "grad": operator.attrgetter("grad._local_tensor"),
+    "own grad": operator.attrgetter("grad"),
+}
+"""From an object to an input of the graph, by kind."""
+
+
 class Program:
     """What one trace found. `run(objects, plain)` runs it: see `dtensor.lowering`.
 
     Attributes:
         graph: the fx graph, over local tensors.
-        inputs: what its placeholders take: ("local" | "grad", object) or ("plain", argument or place).
+        inputs: what its placeholders take: ("local" | "own" | "grad" | "own grad", object) or
+            ("plain", argument or place).
     """
 
     def __init__(self) -> None:
@@ -81,11 +92,7 @@ class Program:
 
     def run(self, objects: Sequence[Any], plain: Sequence[torch.Tensor]) -> Any:
         """Run on these DTensors and plain tensors, and do to them what the program does."""
-        given = [
-            objects[at]._local_tensor if kind == "local"
-            else plain[at] if kind == "plain" else objects[at].grad._local_tensor
-            for kind, at in self.used
-        ]  # fmt: skip
+        given = [_TAKE[kind](objects[at]) if kind != "plain" else plain[at] for kind, at in self.used]
         with torch._C._AutoDispatchBelowAutograd():
             values = self.function(*given)
         new, D = hot._new, hot._DTensor
@@ -94,7 +101,11 @@ class Program:
             written = [objects[at] for at in self.written]
             note_written(objects, self.written)
             torch.autograd.graph.increment_version(
-                [*written, *[x._local_tensor for x in written], *[plain[at] for at in self.plain_written]]
+                [
+                    *written,
+                    *[x._local_tensor for x in written if isinstance(x, D)],
+                    *[plain[at] for at in self.plain_written],
+                ]
             )
         for at, value in self.locals:
             objects[at]._local_tensor = values[value]

@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
     """Records the ops on local tensors. `fake` is the mode of the fake tensors; `graph` what was recorded.
 
     `constants` are tensors that the program makes of Python values, by the name of their node; `storages` tell what
-    memory was written to.
+    memory was written to. `stand_ins`: by the id of a real tensor that is an input, the fake one that ops get for it.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.stand_ins: dict[int, torch.Tensor] = {}
         self.storages: set[int] = set()
         self.call: str | None = None
         self.depth = 0
@@ -144,21 +145,22 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         self._check(func, args, kwargs)
+        given_args, given_kwargs = args, kwargs
         foreign = [t for t in known if not isinstance(t, FakeTensor)]
         if foreign and name != "aten::lift_fresh":
-            nodes = [(t, self.node_of(t)) for t in foreign]
-            given = {id(t): self._as_fake(t, node) for t, node in nodes}
+            given = {id(t): self._as_fake(t, self.node_of(t)) for t in foreign}
             args, kwargs = _map(lambda a: given.get(id(a), a), args), _map(lambda a: given.get(id(a), a), kwargs)
         out = func(*args, **kwargs)
         if name in _SAME and known:
-            node = self._constant(known[0]) if foreign else self.node_of(known[0])
-            if foreign:
+            constant = bool(foreign) and id(known[0]) not in self.nodes
+            node = self._constant(known[0]) if constant else self.node_of(known[0])
+            if constant:
                 node.meta["val"] = out
             self.know(out, node)
             return out
         written = func._schema.is_mutable
         if written and func._schema.returns and func._schema.returns[0].alias_info is not None:
-            out = _written(func, args, kwargs, out)
+            out = _written(func, given_args, given_kwargs, out)
         made = list(tensors_in([out]))
         checks = not func._schema.returns  # an assertion
         if made or written or checks:
@@ -174,6 +176,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _as_fake(self, t: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        if id(t) in self.stand_ins:
+            return self.stand_ins[id(t)]
         made = self.fake.from_tensor(t, static_shapes=True)
         self.know(made, node)
         return made

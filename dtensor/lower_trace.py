@@ -63,7 +63,7 @@ class _Tracer:
         self.values: list[torch.fx.Node] = []
         self.made: dict[int, tuple[Any, Made]] = {}
         self.place = {id(x): i for i, x in enumerate(objects)}
-        self.fakes: list[torch.Tensor] = []
+        self.fakes: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.replaced: dict[int, torch.Tensor] = {}
 
     # ------------------------------------------------------------ inputs
@@ -91,6 +91,15 @@ class _Tracer:
             span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if real.numel() else 0
             return torch.empty(offset + span, dtype=real.dtype, device=real.device).as_strided(shape, stride, offset)
 
+    def put(self, x: Any, fake: torch.Tensor | None) -> None:
+        """Let ops on `x` get `fake`."""
+        assert fake is not None
+        if is_dtensor(x):
+            x._local_tensor = fake
+        else:
+            self.recorder.stand_ins[id(x)] = fake
+            self.recorder.know(x, self.recorder.node_of(fake))
+
     # ------------------------------------------------------------ results
     def value(self, t: torch.Tensor) -> int:
         """The number of `t` among the graph's outputs."""
@@ -103,9 +112,9 @@ class _Tracer:
 
     def leaf(self, x: Any, what: str) -> Any:
         """`x` with a number in the place of a tensor."""
+        if id(x) in self.place:
+            return Known(self.place[id(x)])
         if is_dtensor(x):
-            if id(x) in self.place:
-                return Known(self.place[id(x)])
             if id(x) not in self.made:
                 spec = settled_spec(x, "lower")
                 self.made[id(x)] = (x, Made(len(self.program.wrapped)))
@@ -131,33 +140,30 @@ def trace(
 ) -> Program:  # fmt: skip
     """Trace `fn(*args, **kwargs)`.
 
-    `objects`: every DTensor that it may use; `plain`: every plain tensor and the place that holds it, or None for
-    arguments, which are taken out of `args` and `kwargs` by identity. `names`, `plain_names`: what to call them.
+    `objects`: every DTensor that it may use, and every plain leaf that requires grad; `plain`: every other plain tensor
+    and the place that holds it, or None for arguments, which are taken out of `args` and `kwargs` by identity. `names`,
+    `plain_names`: what to call them. Objects stay the same ones while the program runs: DTensors with other local
+    tensors, plain leaves with a stand-in that the recorder gives to the ops on them.
     """
     t = _Tracer(reach, objects, plain)
     before = [(box, dict(box) if isinstance(box, dict) else list(box)) for box in reach.boxes]
-    local = [(x, x._local_tensor, x.grad if x.is_leaf else None) for x in objects]
-    own_grads = [(g, g._local_tensor) for _, _, g in local if g is not None]
+    local = [(x, local_of(x), x.grad if x.is_leaf else None) for x in objects]
+    own_grads: list[tuple[Any, torch.Tensor]] = [(g, local_of(g)) for _, _, g in local if is_dtensor(g)]
     replaced = t.replaced
     try:
         for i, (x, real, grad) in enumerate(local):
             _check_object(x, grad, names[i])
-            fake = t.placeholder(names[i], "local", i, real, str(x._spec))
-            t.fakes.append(fake)
+            fake = t.placeholder(names[i], "local" if is_dtensor(x) else "own", i, real, layout_of(x))
+            t.fakes.append((fake, None))
             if grad is not None:
-                t.placeholder(f"{names[i]}_grad", "grad", i, grad._local_tensor, str(grad._spec))
+                kind = "grad" if is_dtensor(grad) else "own grad"
+                t.fakes[-1] = fake, t.placeholder(f"{names[i]}_grad", kind, i, local_of(grad), layout_of(grad))
         for i, (_, real) in enumerate(plain):
-            if real.requires_grad:
-                raise refuse(
-                    f"{plain_names[i]}, a plain tensor that requires grad", str(list(real.shape)),
-                    "its gradient would be lost", "distribute it: distribute_tensor(x, mesh, [Replicate()])",
-                )  # fmt: skip
             replaced[id(real)] = t.placeholder(plain_names[i], "plain", i, real, "plain")
-        at = iter(t.recorder.nodes.values())
-        for x, _, grad in local:
-            x._local_tensor = next(at)[0]
+        for (x, _, grad), (fake, fake_grad) in zip(local, t.fakes, strict=True):
+            t.put(x, fake)
             if grad is not None:
-                grad._local_tensor = next(at)[0]
+                t.put(grad, fake_grad)
         for place, real in plain:
             if place is not None:
                 place[0][place[1]] = replaced[id(real)]
@@ -165,7 +171,7 @@ def trace(
         args, kwargs = pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
         with _compiling(reach):
             start = [(box, dict(box) if isinstance(box, dict) else list(box)) for box, _ in before]
-            own = [(x, x._local_tensor, grad, None if grad is None else grad._local_tensor) for x, _, grad in local]
+            own = [(x, fake, grad, fake_grad) for (x, _, grad), (fake, fake_grad) in zip(local, t.fakes, strict=True)]
             with recording(t.recorder), t.fake, t.recorder:
                 result = _call(fn, args, kwargs)
                 _finish(t, result, start, own)
@@ -183,14 +189,26 @@ def trace(
         for g, real in own_grads:
             g._local_tensor = real
         for x, real, grad in local:
-            x._local_tensor = real
+            if is_dtensor(x):
+                x._local_tensor = real
             if x.is_leaf and x.grad is not grad:
                 x.grad = grad
     return t.program
 
 
+def local_of(x: Any) -> torch.Tensor:
+    """The tensor of this rank: a DTensor's local one, a plain tensor itself."""
+    local: torch.Tensor = x._local_tensor if is_dtensor(x) else x
+    return local
+
+
+def layout_of(x: Any) -> str:
+    """A DTensor's spec, as text."""
+    return str(x._spec) if is_dtensor(x) else "plain"
+
+
 def _check_object(x: Any, grad: Any, name: str) -> None:
-    spec = x._spec
+    spec = x._spec if is_dtensor(x) else f"plain {list(x.shape)}"
     if isinstance(spec, MovedSpec):
         raise refuse(
             f"{name}, a view that had to move data", str(spec), "it is a copy that follows its base", "clone it"
@@ -200,7 +218,7 @@ def _check_object(x: Any, grad: Any, name: str) -> None:
             f"{name}, the result of ops that autograd recorded", str(spec),
             "a backward inside the program would go on outside of it", "pass x.detach().requires_grad_()",
         )  # fmt: skip
-    if grad is not None and not is_dtensor(grad):
+    if grad is not None and is_dtensor(x) and not is_dtensor(grad):
         raise refuse(
             f"the gradient of {name}", f"a plain tensor for {spec}", "it must be a DTensor", "set x.grad = None"
         )
@@ -230,7 +248,7 @@ def _finish(
     p, recorder = t.program, t.recorder
     p.result = t.template(result, "the result")
     for i, (x, fake, grad, fake_grad) in enumerate(own):
-        if x._local_tensor is not fake:
+        if is_dtensor(x) and x._local_tensor is not fake:
             if isinstance(x._spec, MovedSpec) or x._spec.local_shape != fake.shape:
                 raise refuse(
                     "a program that changes an input's layout or shape", str(x._spec), "inputs keep theirs", ""
@@ -239,8 +257,8 @@ def _finish(
         now = x.grad if x.is_leaf else None
         if now is not grad:
             p.grads.append((i, None if now is None else t.template(now, "a gradient")))
-        elif grad is not None and grad._local_tensor is not fake_grad:
-            raise refuse("a program that gives a gradient other memory", str(grad._spec), "gradients keep theirs", "")
+        elif is_dtensor(grad) and local_of(grad) is not fake_grad:
+            raise refuse("a program that gives a gradient other memory", layout_of(grad), "gradients keep theirs", "")
     for box, old in start:
         _changes(t, box, old)
     outputs = tuple(t.values)

@@ -17,6 +17,8 @@ from torch.testing import assert_close
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor.lowering import LowerError
+from loss import loss_parallel
+from parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 R = Replicate()
 
@@ -248,6 +250,52 @@ def test_random_numbers_are_drawn_anew_and_are_those_of_eager(layout: list[Any])
     on((2, 2), f)
 
 
+class Block(nn.Module):
+    """A language model of one layer, for the styles of `parallel`; its norm stays plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.drop = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Dropout(0.1)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 20, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.emb(tokens)
+        return self.head(x + self.down(self.drop(F.gelu(self.up(self.norm(x))))))
+
+
+def test_a_parallelized_module_with_plain_parameters() -> None:
+    """Styles, `loss_parallel`, dropout, clipping, plain tokens and plain parameters beside DTensors."""
+
+    def f(lowered: bool) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        plan = {
+            "emb": RowwiseParallel(input_layouts=R), "up": ColwiseParallel(), "down": RowwiseParallel(),
+            "head": ColwiseParallel(use_local_output=False),
+        }  # fmt: skip
+        net = parallelize_module(Block(), mesh["tp"], plan)
+        opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            with loss_parallel():
+                loss = F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+                loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            opt.step()
+            return loss
+
+        torch.manual_seed(1)
+        batches = [torch.randint(0, 20, (4, 6)) for _ in range(4)]
+        run = dtensor.lower(step, batches[0]) if lowered else step
+        torch.manual_seed(2)
+        return [full(run(b)) for b in batches] + [full(p) for p in net.parameters()]
+
+    for got, want in zip(simulate(4)(f, True), simulate(4)(f, False), strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b)
+
+
 def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -386,7 +434,7 @@ def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
         ("neither an argument", lambda x: x.to_local() + secret.t, x),
         ("Python value 'n'", count, x),
         ("autograd recorded", lambda x: x * 2, make().requires_grad_() * 2),
-        ("requires grad", lambda x: x * 2, torch.ones(2, requires_grad=True)),
+        ("autograd recorded", lambda x: x * 2, torch.ones(2, requires_grad=True) * 2),
         ("had to move data", lambda x: x * 2, DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0), R])[1:6]),
     ]
     for message, f, given in cases:
