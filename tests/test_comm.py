@@ -12,8 +12,8 @@ from gloo_ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.comm import Communicator, Pending, observers
-from dtensor.comm_c10d import _reduction
 from dtensor.comm_simulated import SPECIFICATION
+from dtensor.comm_wire import reduction
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.reductions import reduce_tensors
 from dtensor.simulate import Traffic, fake_world, simulate
@@ -307,9 +307,9 @@ def test_gloo_follows_the_specification() -> None:
 
 def test_bit_operations_where_the_backend_has_none() -> None:
     """NCCL has no bit operations: integers are gathered and reduced here, booleans are compared."""
-    assert _reduction("bxor", torch.int32, 4, False).wire is None
-    assert _reduction("bxor", torch.int32, 4, True).wire == "bxor"
-    assert _reduction("bor", torch.bool, 4, False).wire == "max"
+    assert reduction("bxor", torch.int32, 4, False).wire is None
+    assert reduction("bxor", torch.int32, 4, True).wire == "bxor"
+    assert reduction("bor", torch.bool, 4, False).wire == "max"
 
 
 def test_nan_wins() -> None:
@@ -317,7 +317,7 @@ def test_nan_wins() -> None:
     for dtype in FLOATS:
         x = torch.tensor([nan, -inf, inf, 0.0, -0.0, -1.0, 1.0], dtype=dtype)
         for op in ("max", "min"):
-            how = _reduction(op, dtype, 2, True)
+            how = reduction(op, dtype, 2, True)
             assert how.encode is not None and how.decode is not None
             same(how.decode(how.encode(x)), x)
             code = how.encode(x)
