@@ -101,7 +101,7 @@ class Variant:
         self._plain: list[Any] = [t for _, t in plain[:n_plain]] + [None] * (len(plain) - n_plain)
         self._n_reached = n_objects
         self._seen: list[Any] = [None] * len(objects)  # local tensors of reached objects, looked at already
-        self._facts = [(_kind(x), x.requires_grad, _in_memory(local_of(x)), _grad_spec(x)) for x in objects]
+        self._facts = [(_kind(x), x.requires_grad, _in_memory(local_of(x)), _of_leaf(x)) for x in objects]
         self._plain_facts = [_meta(t) for _, t in plain]
         self.program: Program = trace(fn, args, kwargs, self._reach, objects, plain, names, plain_names)
 
@@ -140,7 +140,7 @@ class Variant:
                 local = x
             if _requires(x) != requires:
                 return False
-            if requires and (_grad_spec(x) != grad or not (x.is_leaf or not now[0])):
+            if requires and (_of_leaf(x) != grad or not (x.is_leaf or not now[0])):
                 return False
             if local is not seen[i]:
                 if type(local) is not torch.Tensor and type(x) is D:
@@ -212,11 +212,13 @@ def _waited(x: Any) -> torch.Tensor:
 _requires = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def _grad_spec(x: Any) -> Any:
+def _of_leaf(x: Any) -> Any:
+    """What a leaf that requires grad has besides its value: the layout of its gradient, and its hooks."""
     if not _requires(x) or not x.is_leaf:
         return None
-    grad = x.grad
-    return None if grad is None else getattr(grad, "_spec", None) or _meta(grad)
+    grad, hooks, after = x.grad, x._backward_hooks, x._post_accumulate_grad_hooks
+    layout = None if grad is None else getattr(grad, "_spec", None) or _meta(grad)
+    return layout, tuple(hooks or ()), tuple(after or ())
 
 
 def _names(fn: Callable[..., Any], found: Reach, objects: Sequence[Any]) -> list[str]:

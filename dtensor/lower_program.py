@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtensor import dispatch as hot
+from dtensor.lower_record import LowerError
 from dtensor.moved import note_written
 from dtensor.spec import Spec
 
@@ -89,12 +90,27 @@ class Program:
         self.function: Callable[..., tuple[Any, ...]]
         self.graph: torch.fx.Graph
         self.constants: dict[str, torch.Tensor] = {}
+        self.checked = False
+
+    def _check(self, values: Sequence[torch.Tensor]) -> None:
+        """At the first run: the results are what the trace said. The error says that a kernel does otherwise."""
+        nodes = next(n for n in self.graph.nodes if n.op == "output").args[0]
+        for value, node in zip(values, nodes, strict=True):
+            told = node.meta["val"]
+            if value.shape != told.shape or value.dtype != told.dtype:
+                raise LowerError(
+                    f"dtensor.lower: {node.name} is a {value.dtype} of {list(value.shape)}, the trace said {told.dtype} "
+                    f"of {list(told.shape)}: torch's shape function and its kernel disagree; keep the op out of it"
+                )
+        self.checked = True
 
     def run(self, objects: Sequence[Any], plain: Sequence[torch.Tensor]) -> Any:
         """Run on these DTensors and plain tensors, and do to them what the program does."""
         given = [_TAKE[kind](objects[at]) if kind != "plain" else plain[at] for kind, at in self.used]
         with torch._C._AutoDispatchBelowAutograd():
             values = self.function(*given)
+        if not self.checked:
+            self._check(values)
         new, D = hot._new, hot._DTensor
         made = [new(D, values[at], spec, requires_grad=False) for at, spec in self.wrapped]
         if self.written or self.plain_written:  # autograd must know, and views that had to move data

@@ -14,7 +14,7 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 
 **Never stale.** A call runs a program only if all this is as it was in the trace, and traces again where it is not:
 
-- DTensors: layout, mesh, global shape, stride, dtype, local stride and offset, requires_grad, its `.grad`'s layout;
+- DTensors: layout, mesh, global shape, stride, dtype, local stride and offset, requires_grad, hooks, `.grad`;
 - plain tensors: shape, stride, dtype, device; equal tensors in equal places; other arguments: value and type;
 - whatever the function can reach (`dtensor.lower_state`): every module, parameter, buffer, hook, optimizer, container
   and Python number in its arguments, closure, defaults and globals is the same object, or an equal number
