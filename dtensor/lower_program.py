@@ -99,8 +99,8 @@ class Program:
             told = node.meta["val"]
             if value.shape != told.shape or value.dtype != told.dtype:
                 raise LowerError(
-                    f"dtensor.lower: {node.name} is a {value.dtype} of {list(value.shape)}, the trace said {told.dtype} "
-                    f"of {list(told.shape)}: torch's shape function and its kernel disagree; keep the op out of it"
+                    f"dtensor.lower: {node.name} is a {value.dtype} of {list(value.shape)}, the trace said "
+                    f"{told.dtype} of {list(told.shape)}: torch's shape function and its kernel disagree; keep the op out of it"
                 )
         self.checked = True
 
