@@ -80,21 +80,26 @@ def suggest_plan(
         comments[next(iter(styles))] = f"{why}; one all-reduce forward and one backward"
     entries = _with_ends(trial, entries, comments, notes)
     taken = {p for name in entries for p, _ in find(model, name.split("."), "")}
-    notes += dict.fromkeys(_left(trial.plain, taken, " ".join(notes)))
+    notes += _left(model, trial.plain, taken, " ".join(notes))
     return SuggestedPlan(entries, comments, notes)
 
 
-def _left(trace: Trace, taken: set[str], told: str) -> Iterator[str]:
-    """A note for every linear layer that is in no group and that nothing was said of."""
+def _left(model: nn.Module, trace: Trace, taken: set[str], told: str) -> Iterator[str]:
+    """A note for every layer with a matrix that is in no group and that nothing was said of."""
     seen: set[str] = set()
-    for path, layer in trace.layers.items():
-        name = pattern(path)
-        if layer.role != "linear" or path in taken or name in told or path in told or name in seen:
+    for path, module in model.named_modules():
+        name, layer = pattern(path), trace.layers.get(path)
+        own = [n for n, p in module._parameters.items() if p is not None and p.ndim > 1]
+        if not own or path in taken or isinstance(module, nn.Embedding) or name in told or path in told or name in seen:
             continue
         seen.add(name)
         into = [p for p, x in trace.layers.items() if path in x.origins and x.role != "linear"]
-        why = f"what it gives goes into {pattern(into[0])}" if into else "nothing to pair it with"
-        yield f"{name} left alone: {why}"
+        if layer is None or layer.role != "linear":
+            yield f"{name or 'the model'} left alone: nothing is known of how it uses {', '.join(own)}"
+        elif into:
+            yield f"{name} left alone: what it gives goes into {pattern(into[0])}"
+        else:
+            yield f"{name} left alone: nothing to pair it with"
 
 
 def _examples(model: nn.Module) -> Iterator[Example]:

@@ -149,6 +149,28 @@ def test_packed_projections(make: type[nn.Module], want: str) -> None:
     on_ranks(f, 2)
 
 
+class Stacked(nn.Module):
+    """Experts in one tensor of three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.router = nn.Parameter(torch.zeros(4, 8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("te,td,edf->tf", self.router(x).softmax(-1), x, self.gate_up)
+
+
+def test_what_is_left_alone_is_told() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        plan = suggest_plan(nn.Sequential(Between(torch.relu), Stacked()), mesh, rand(4, 8))
+    assert set(plan) == {"0.a", "0.b"}
+    assert plan.notes == (
+        "* left alone: nothing is known of how it uses gate_up",
+        "*.router left alone: nothing to pair it with",
+    )
+
+
 def test_examples_and_axes() -> None:
     def f() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
