@@ -100,7 +100,7 @@ class Program:
             if value.shape != told.shape or value.dtype != told.dtype:
                 raise LowerError(
                     f"dtensor.lower: {node.name} is a {value.dtype} of {list(value.shape)}, the trace said "
-                    f"{told.dtype} of {list(told.shape)}: torch's shape function and its kernel disagree; keep the op out of it"
+                    f"{told.dtype} of {list(told.shape)}: torch's shape function and its kernel disagree"
                 )
         self.checked = True
 
