@@ -57,4 +57,5 @@ def _unwaited_class() -> Any:
             args, kwargs = tree_map_only(cls, lambda t: t.trigger_wait(), (args, kwargs or {}))
             return func(*args, **kwargs)
 
+    Unwaited.__name__ = AsyncCollectiveTensor.__name__  # by which others tell that there is something to wait for
     return Unwaited

@@ -33,7 +33,7 @@ from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_local import Join, Take
 from dtensor.reshard_plan import check_one_tensor, plan_reshard
 from dtensor.reshard_run import exchange_others, run_reshard
-from dtensor.reshard_step import ReshardPlan
+from dtensor.reshard_step import ReshardPlan, bytes_text
 from dtensor.reshard_ways import scattered_to
 from dtensor.spec import Spec
 
@@ -72,9 +72,9 @@ class MeshPlan:
         names = [self.first.src.mesh.axis_name(a) for a in range(self.first.src.mesh.ndim)]
         lines += [f"  {i}. {step.describe(names)}" for i, step in enumerate(self.first.steps, 1)]
         if self.goal is not None:
-            what = (
-                "all_to_all over the ranks of both meshes" if self.exchange else "slice: every rank has what it wants"
-            )
+            what = "slice: every rank has what it wants"
+            if self.exchange:
+                what = f"all_to_all over the ranks of both meshes, receives {bytes_text(_lacking(self.first.dst, self.goal))}"
             lines.append(f"  {len(self.first.steps) + 1}. {what}")
         return "\n".join(lines)
 
@@ -198,6 +198,17 @@ def _settled(have: Spec, want: Spec) -> bool:
         if region_size(common(holdings(have, have.placements, held[rank]), wanted)[1]) != region_size(wanted):
             return False
     return True
+
+
+def _lacking(have: Spec, want: Spec) -> int:
+    """Bytes of what the rank of `want` that lacks most does not hold in `have`; of the first ranks on large meshes."""
+    held = dict(_coords(have.mesh))
+    most = 0
+    for rank, coord in itertools.islice(_coords(want.mesh), _LOOK):
+        wanted = holdings(want, want.placements, coord)
+        own = region_size(common(holdings(have, have.placements, held[rank]), wanted)[1]) if rank in held else 0
+        most = max(most, region_size(wanted) - own)
+    return most * want.dtype.itemsize
 
 
 class _Sources:

@@ -10,7 +10,7 @@ import torch
 from dtensor.placement import Placement
 from dtensor.spec import Spec
 
-__all__ = ["COLLECTIVES", "Layout", "ReshardPlan", "Step"]
+__all__ = ["COLLECTIVES", "Layout", "ReshardPlan", "Step", "bytes_text"]
 
 Layout = tuple[Placement, ...]
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "all_to_all_reduce", "reduce_scatter"})
@@ -50,7 +50,7 @@ class Step:
         """The step in one line; `names` are the mesh's axes."""
         over = f" over {'+'.join(names[a] for a in self.axes)}" if self.axes else ""
         by = f" by {self.factor:g}" if self.kind == "scale" else ""
-        size = f", {'receives' if self.is_collective else 'copies'} {_bytes(self.nbytes)}" if self.nbytes else ""
+        size = f", {'receives' if self.is_collective else 'copies'} {bytes_text(self.nbytes)}" if self.nbytes else ""
         kind = "" if self.wire is None else f", adds up in {str(self.wire).removeprefix('torch.')}"
         return f"{self.kind}{over}{by}: {_layout(self.src)} -> {_layout(self.dst)}{size}{kind}"
 
@@ -102,7 +102,8 @@ def _layout(layout: Layout) -> str:
     return f"[{', '.join(map(str, layout))}]"
 
 
-def _bytes(n: int) -> str:
+def bytes_text(n: int) -> str:
+    """A number of bytes, in the unit that suits it."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n >= size:
             return f"{n / size:.4g} {unit}"

@@ -210,7 +210,9 @@ def test_text() -> None:
     with fake_world(6):
         a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3, 4])
         text = str(plan_between(spec_of(a, (P,), numbers((6, 4))), spec_of(b, (S0,), numbers((6, 4)))))
-        assert "1. reduce_scatter over 0" in text and "2. all_to_all over the ranks of both meshes" in text
+        assert (
+            "1. reduce_scatter over 0" in text and "2. all_to_all over the ranks of both meshes, receives 64 B" in text
+        )
 
 
 def on_gloo(rank: int, world: int) -> None:
