@@ -74,7 +74,8 @@ class MeshPlan:
         if self.goal is not None:
             what = "slice: every rank has what it wants"
             if self.exchange:
-                what = f"all_to_all over the ranks of both meshes, receives {bytes_text(_lacking(self.first.dst, self.goal))}"
+                lacking = bytes_text(_lacking(self.first.dst, self.goal))
+                what = f"all_to_all over the ranks of both meshes, receives {lacking}"
             lines.append(f"  {len(self.first.steps) + 1}. {what}")
         return "\n".join(lines)
 
