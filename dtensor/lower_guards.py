@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.cost import current_cost_model
 from dtensor.lower_code import written_out
 from dtensor.lower_program import Made, Program, Value
-from dtensor.lower_state import VALUES, Reach, reach
+from dtensor.lower_record import refuse
+from dtensor.lower_state import VALUES, Reach, equal, reach
 from dtensor.lower_trace import local_of, trace
 
 __all__ = ["Variant", "flatten", "surroundings"]
@@ -30,7 +32,7 @@ def flatten(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any
         if type(x) is tuple or type(x) is list:
             return (type(x), *map(take, x))
         if type(x) is dict:
-            return (dict, *((k, take(v)) for k, v in x.items()))
+            return (dict, *((type(k), k, take(v)) for k, v in x.items()))
         leaves.append(x)
         return None
 
@@ -45,6 +47,7 @@ def surroundings() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), getattr(hot._flags, "implicit", False),
+        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), current_cost_model(),
     )  # fmt: skip
 
 
@@ -104,6 +107,11 @@ class Variant:
         self._facts = [(_kind(x), x.requires_grad, _in_memory(local_of(x)), _of_leaf(x)) for x in objects]
         self._plain_facts = [_meta(t) for _, t in plain]
         self.program: Program = trace(fn, args, kwargs, self._reach, objects, plain, names, plain_names)
+        if not self._reach.holds():
+            raise refuse(
+                "a program that changes what it looks at", self._reach.first_change(),
+                "only tensors change inside a lowered program", "change it outside, or make it a tensor",
+            )  # fmt: skip
 
     # ------------------------------------------------------------ guards
     def suits(self, leaves: Sequence[Any], structure: Any, now: tuple[Any, ...]) -> bool:
@@ -124,7 +132,7 @@ class Variant:
                 if x is not plain[known] or not isinstance(x, torch.Tensor) or isinstance(x, D) or x.requires_grad:
                     return False
             elif kind == "value":
-                if type(x) is not type(known) or x != known:
+                if x is not known and not equal(x, known):
                     return False
             elif x is not known:
                 return False
@@ -160,7 +168,7 @@ class Variant:
         if not self._reach.holds():
             return self._reach.first_change()
         for x, (kind, known) in zip(leaves, self._leaves, strict=False):
-            if kind == "value" and (type(x) is not type(known) or x != known):
+            if kind == "value" and not equal(x, known):
                 return f"the argument {known!r} is {x!r}"
             if kind == "same" and x is not known:
                 return f"an argument is another {type(x).__name__}"

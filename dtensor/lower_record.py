@@ -206,11 +206,6 @@ class Recorder(TorchDispatchMode):
                 str(func), layouts(args, kwargs), "a program has no place for a generator",
                 "leave it out: the default generator is used, at every call",
             )  # fmt: skip
-        if torch.Tag.dynamic_output_shape in func.tags:
-            raise refuse(
-                str(func), layouts(args, kwargs), "the shape of its result depends on values",
-                "keep it outside of the function that is lowered",
-            )  # fmt: skip
 
     # ------------------------------------------------------------ what is no op
     @contextlib.contextmanager

@@ -1,30 +1,38 @@
 """What a program can reach besides its arguments: parameters, buffers, optimizer state, and the values it looks at.
 
-`reach(roots)` follows functions (their closures, defaults and the globals that they name), bound methods, partials,
-modules, optimizers, lists, tuples, dicts and objects of the user's own classes, and finds
+`reach(roots)` follows functions (closures, defaults, the globals and the attributes of modules that their code names),
+methods, properties and class attributes, partials, modules, optimizers and schedulers, containers, and objects of the
+user's own classes, and finds
 
-    tensors      DTensors, each once, and plain tensors with the place that holds them
-    watches      (container, key, value): places that must hold the same object, or an equal number, for a program that
-                 was traced to be the right one still
-    boxes        the containers (dicts and lists) themselves, so that what a trace did to them can be undone, and
-                 done again with real tensors at every call
+    dtensors, plain    DTensors, each once, and plain tensors with the place that holds them
+    same, equal        (container, key, value): places that must hold the same object, or an equal number, for a program
+                       that was traced to be the right one still; lengths: containers that must be as long
+    boxes              dicts and lists, so that what a trace did to them can be undone, and done again with real tensors
+                       at every call
 
-Nothing of torch's own classes is followed but modules, optimizers and their parts; what is not followed and holds a
-tensor is found out when the tensor is used (`dtensor.lower_record`).
+Not followed is the code of torch, Python's library and this project. Iterators, and arrays of other libraries that are
+too large to be compared at every call, are refused. Beyond reach are names made up while a program runs (`getattr(x,
+name)` on a module, `globals()[name]`), files, the environment and the clock.
 """
 
 from __future__ import annotations
 
+import array
+import collections
 import functools
 import inspect
+import operator
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.lower_record import LowerError, refuse
 
 __all__ = ["Place", "Reach", "read", "reach"]
 
@@ -32,7 +40,15 @@ Place = tuple[Any, Any]
 """A container and the key in it."""
 
 VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+FOLLOWED = (
+    types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
+    torch.optim.lr_scheduler.LRScheduler,
+)  # fmt: skip
+"""Classes of torch's and Python's whose objects are followed like the user's."""
 MAX_PLACES = 200_000
+MAX_BYTES = 1 << 16
+"""Bytes of the largest array of another library that is compared at every call."""
 
 
 def read(place: Place) -> Any:
@@ -53,6 +69,7 @@ class Reach:
     boxes: list[Any] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
+    _modules: set[tuple[int, int]] = field(default_factory=set)
 
     def holds(self) -> bool:
         """True while all places hold what they held."""
@@ -65,7 +82,7 @@ class Reach:
                     return False
             for box, key, value in self.equal:
                 now = box[key]
-                if now is not value and (type(now) is not type(value) or now != value):
+                if now is not value and not equal(now, value):
                     return False
         except (KeyError, IndexError, ValueError):
             return False
@@ -82,7 +99,7 @@ class Reach:
                     now = box[key]
                 except (KeyError, IndexError, ValueError):
                     return f"{key!r} is gone"
-                if now is not value and (places is self.same or type(now) is not type(value) or now != value):
+                if now is not value and (places is self.same or not equal(now, value)):
                     return f"{key!r} was {_short(value)} and is {_short(now)}"
         return "nothing"
 
@@ -94,8 +111,10 @@ class Reach:
         self._seen[id(obj)] = obj
         if isinstance(obj, hot._DTensor):
             self.dtensors.append(obj)
-        elif isinstance(obj, (torch.Tensor, type, types.ModuleType)):
+        elif isinstance(obj, torch.Tensor):
             return
+        elif isinstance(obj, type):
+            self._class(obj)
         elif isinstance(obj, torch.nn.Module):
             self._module(obj)
         elif isinstance(obj, torch.optim.Optimizer):
@@ -104,52 +123,119 @@ class Reach:
             self._box(obj.state)
         elif isinstance(obj, (dict, list)):
             self._box(obj)
-        elif isinstance(obj, (tuple, set, frozenset)):
-            for x in obj:
-                self.follow(x)
+        elif isinstance(obj, (collections.deque, types.MappingProxyType)):
+            self._watch(obj)
+        elif isinstance(obj, (set, frozenset)):
+            self.equal.append((Content(obj, frozenset), 0, frozenset(obj)))
+            self._all(obj)
+        elif isinstance(obj, tuple):
+            self._all(obj)
         else:
-            self._code(obj)
+            self._other(obj)
 
-    def _code(self, obj: Any) -> None:
+    def _all(self, items: Iterable[Any]) -> None:
+        for x in items:
+            if isinstance(x, torch.Tensor) and not isinstance(x, hot._DTensor):
+                self._place((x,), 0)
+            else:
+                self.follow(x)
+
+    def _other(self, obj: Any) -> None:
         if isinstance(obj, functools.partial):
-            for part in (obj.func, obj.args, obj.keywords):
-                self.follow(part)
+            self._all((obj.func, obj.args, obj.keywords))
         elif isinstance(obj, types.MethodType):
-            self.follow(obj.__self__)
-            self.follow(obj.__func__)
+            self._all((obj.__self__, obj.__func__))
         elif isinstance(obj, types.FunctionType):
             self._function(obj)
-        elif not _of_torch(type(obj)) and isinstance(getattr(obj, "__dict__", None), dict):
+        elif isinstance(obj, (property, staticmethod, classmethod, functools.cached_property)) or callable(
+            getattr(obj, "__wrapped__", None)
+        ):
+            for name in ("fget", "func", "__func__", "__wrapped__"):
+                self.follow(getattr(obj, name, None))
+        elif isinstance(obj, VIEWS):
+            self.follow(obj.mapping)
+        elif isinstance(obj, (numpy.ndarray, bytearray, array.array)):
+            self._bytes(obj)
+        elif isinstance(obj, Iterator):
+            raise refuse_reached(obj, "an iterator goes on with every use", "pass what it gives as an argument")
+        elif not _known(type(obj)) or isinstance(obj, FOLLOWED):
+            self._object(obj)
+
+    def _bytes(self, obj: Any) -> None:
+        """Arrays of other libraries: by their content, if it is small."""
+        read: Callable[[Any], Any] = bytes if isinstance(obj, bytearray) else operator.methodcaller("tobytes")
+        if len(read(obj)) > MAX_BYTES:
+            raise refuse_reached(obj, "it is too large to be compared at every call", "pass it as a tensor")
+        self.equal.append((Content(obj, read), 0, read(obj)))
+
+    def _object(self, obj: Any) -> None:
+        """An object of the user's: its class, its attributes, its slots."""
+        self.follow(type(obj))
+        if isinstance(getattr(obj, "__dict__", None), dict):
             self._box(obj.__dict__)
+        for c in type(obj).__mro__:
+            slots = vars(c).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
+                    self._place(Attributes(obj), name)
+
+    def _class(self, cls: type) -> None:
+        """The functions and values of a class of the user's and of those that it derives from."""
+        for c in cls.__mro__:
+            if not _known(c):
+                for name, value in vars(c).items():
+                    if name not in _BORING and not isinstance(
+                        value, (types.MemberDescriptorType, types.GetSetDescriptorType)
+                    ):
+                        self._place(vars(c), name)
 
     def _function(self, f: types.FunctionType) -> None:
-        if _of_torch(f):
+        if _known(f):
             inner = inspect.unwrap(f)
-            if inner is f or _of_torch(inner):
+            if inner is f or _known(inner):
                 return
         for cell in f.__closure__ or ():
             try:
-                self._place(_Cell(cell), 0)
+                self._place(Cell(cell), 0)
             except ValueError:  # an empty cell
                 continue
-        for default in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
-            self.follow(default)
-        for name in _names(f.__code__):
-            if name in f.__globals__:
+        self._all((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
+        names = set(_names(f.__code__))
+        for name in names & f.__globals__.keys():
+            value = f.__globals__[name]
+            if isinstance(value, types.ModuleType):
+                self._names_of(value, names)
+            else:
                 self._place(f.__globals__, name)
 
+    def _names_of(self, module: types.ModuleType, names: set[str]) -> None:
+        """What code that names `module` may read of it: attributes that have a name of the code's."""
+        if module.__name__.partition(".")[0] in _KNOWN or (id(module), len(names)) in self._modules:
+            return
+        self._modules.add((id(module), len(names)))
+        for name in names & vars(module).keys():
+            value = vars(module)[name]
+            if isinstance(value, types.ModuleType):
+                self._names_of(value, names)
+            else:
+                self._place(vars(module), name)
+
     def _module(self, m: torch.nn.Module) -> None:
+        self.follow(type(m))
         own = m.__dict__
         self.boxes.append(own)
         self.lengths.append((own, len(own)))
         for key, value in list(own.items()):
-            if not key.startswith("_") or isinstance(value, (dict, list)):
+            if not key.startswith("_") or isinstance(value, (dict, list, *VALUES)):
                 self._place(own, key)
 
     def _box(self, box: Any) -> None:
         self.boxes.append(box)
+        self._watch(box)
+
+    def _watch(self, box: Any) -> None:
         self.lengths.append((box, len(box)))
-        for key in list(box) if isinstance(box, dict) else range(len(box)):
+        for key in range(len(box)) if isinstance(box, (list, collections.deque)) else list(box):
             self._place(box, key)
 
     def _place(self, box: Any, key: Any) -> None:
@@ -166,7 +252,7 @@ class Reach:
             self.follow(value)
 
 
-class _Cell:
+class Cell:
     """A closure's cell as a container of one."""
 
     __slots__ = ("_cell",)
@@ -181,6 +267,33 @@ class _Cell:
         self._cell.cell_contents = value
 
 
+class Attributes:
+    """An object's attributes as a container."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._of, name, None)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._of, name, value)
+
+
+class Content:
+    """What `read` gives of an object, as a container of one."""
+
+    __slots__ = ("_of", "_read")
+
+    def __init__(self, of: Any, read: Callable[[Any], Any]) -> None:
+        self._of, self._read = of, read
+
+    def __getitem__(self, _: int) -> Any:
+        return self._read(self._of)
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for c in code.co_consts:
@@ -188,18 +301,35 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(c)
 
 
-_OWN = ("torch", "dtensor", "propagation_rules", "numpy", "builtins", "functools", "collections", "typing")
+_KNOWN = frozenset({"torch", "dtensor", "propagation_rules", "parallel", "loss", "numpy", *sys.stdlib_module_names})
+"""Packages whose code is not followed: it depends on nothing that a user changes."""
+_BORING = frozenset(
+    "__module__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __qualname__ __abstractmethods__ _abc_impl "
+    "__dataclass_fields__ __dataclass_params__ __match_args__ __parameters__ __orig_bases__ __hash__ __eq__".split()
+)
 
 
-def _of_torch(obj: Any) -> bool:
+def _known(obj: Any) -> bool:
     module: str = getattr(obj, "__module__", None) or ""
-    return module.partition(".")[0] in _OWN
+    return module.partition(".")[0] in _KNOWN
+
+
+def equal(a: Any, b: Any) -> bool:
+    """True for values that compute the same: of one type, equal, and zeros of one sign."""
+    if type(a) is not type(b):
+        return False
+    return repr(a) == repr(b) if type(a) in (float, complex) else bool(a == b)
 
 
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {list(value.shape)}"
     return repr(value)[:60]
+
+
+def refuse_reached(obj: Any, rule: str, fix: str) -> LowerError:
+    """The error for something reached whose changes would not be seen."""
+    return refuse(f"{type(obj).__name__}, which the function can reach", repr(obj)[:80], rule, fix)
 
 
 def reach(*roots: Any) -> Reach:

@@ -27,7 +27,7 @@ from dtensor.lower_code import as_function, drop_unused, simplify
 from dtensor.lower_outside import recording
 from dtensor.lower_program import Known, Made, Program, Template, Value
 from dtensor.lower_record import Recorder, refuse
-from dtensor.lower_state import VALUES, Reach
+from dtensor.lower_state import VALUES, Reach, read
 from dtensor.moved import MovedSpec, settled_spec
 
 __all__ = ["trace"]
@@ -164,9 +164,9 @@ def trace(
             t.put(x, fake)
             if grad is not None:
                 t.put(grad, fake_grad)
-        for place, real in plain:
+        for name, (place, real) in zip(plain_names, plain, strict=True):
             if place is not None:
-                place[0][place[1]] = replaced[id(real)]
+                _swap(place, replaced[id(real)], name)
         swap = lambda a: replaced.get(id(a), a)  # noqa: E731
         args, kwargs = pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
         with _compiling(reach):
@@ -184,7 +184,7 @@ def trace(
             else:
                 box[:] = old
         for place, real in plain:
-            if place is not None:
+            if place is not None and read(place) is not real:
                 place[0][place[1]] = real
         for g, real in own_grads:
             g._local_tensor = real
@@ -205,6 +205,16 @@ def local_of(x: Any) -> torch.Tensor:
 def layout_of(x: Any) -> str:
     """A DTensor's spec, as text."""
     return str(x._spec) if is_dtensor(x) else "plain"
+
+
+def _swap(place: Any, fake: torch.Tensor, name: str) -> None:
+    try:
+        place[0][place[1]] = fake
+    except TypeError:
+        raise refuse(
+            f"{name}, a plain tensor in a {type(place[0]).__name__}", str(list(fake.shape)),
+            "what is reached is replaced by a tensor without values for the trace", "keep it in a list, or pass it",
+        ) from None  # fmt: skip
 
 
 def _check_object(x: Any, grad: Any, name: str) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import functools
 import random
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -168,6 +174,114 @@ def test_another_call_is_another_program() -> None:
         assert not torch.equal(run(make(R)).to_local(), run(make(R)).to_local()) and run.programs == count
 
     on((2,), f)
+
+
+SCALE = 2.0
+conf = types.ModuleType("conf")
+
+
+def helper(x: Any) -> Any:
+    return x * SCALE
+
+
+class Config:
+    scale = 2.0
+
+    @property
+    def shown(self) -> float:
+        return SCALE
+
+    def __call__(self, x: Any) -> Any:
+        return helper(x)
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 2.0
+
+
+class Scaled(nn.Module):
+    k = 2.0
+
+    def forward(self, x: Any) -> Any:
+        return helper(x) * self.k
+
+
+def set_scale(v: float) -> None:
+    global SCALE
+    SCALE = v
+
+
+def reached() -> list[tuple[str, Callable[[Any], Any], Callable[[], Any]]]:
+    """Functions that look at something, and what changes it."""
+    enabled, queue, slots, config, net = {1}, collections.deque([2.0]), Slots(), Config(), Scaled()
+    array, raw, table, proxy = (
+        numpy.array([2.0]),
+        bytearray([2]),
+        {"k": (1, [2.0])},
+        types.MappingProxyType({"k": [2.0]}),
+    )
+    user, chain, space, gain = (
+        collections.UserDict(k=2.0),
+        collections.ChainMap({"k": 2.0}),
+        types.SimpleNamespace(k=2.0),
+        [2.0],
+    )
+    hooked = nn.Identity()
+    hooked.register_forward_hook(lambda m, a, out: out * gain[0])
+    values, zero = {"k": 2.0}, {"k": 0.0}
+    view = values.values()
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda e: 1.0)
+    conf.scale = 2.0  # type: ignore[attr-defined]
+
+    @functools.wraps(helper)
+    def wrapped(x: Any) -> Any:
+        return helper(x) * gain[0]
+
+    return [
+        ("set", lambda x: x * 5.0 if 3 in enabled else x, lambda: enabled.add(3)),
+        ("deque", lambda x: x * queue[0], lambda: queue.__setitem__(0, 5.0)),
+        ("slots", lambda x: x * slots.scale, lambda: setattr(slots, "scale", 5.0)),
+        ("class", lambda x: x * Config.scale, lambda: setattr(Config, "scale", 5.0)),
+        ("module", lambda x: x * conf.scale, lambda: setattr(conf, "scale", 5.0)),
+        ("property", lambda x: x * config.shown, lambda: set_scale(5.0)),
+        ("call", lambda x: config(x), lambda: set_scale(6.0)),
+        ("forward", net, lambda: set_scale(7.0)),
+        ("class of a module", net, lambda: setattr(Scaled, "k", 5.0)),
+        ("array", lambda x: x * float(array[0]), lambda: array.__setitem__(0, 5.0)),
+        ("bytes", lambda x: x * raw[0], lambda: raw.__setitem__(0, 5)),
+        ("nested", lambda x: x * table["k"][1][0], lambda: table["k"][1].__setitem__(0, 5.0)),
+        ("proxy", lambda x: x * proxy["k"][0], lambda: proxy["k"].__setitem__(0, 5.0)),
+        ("user dict", lambda x: x * user["k"], lambda: user.__setitem__("k", 5.0)),
+        ("chain", lambda x: x * chain["k"], lambda: chain.__setitem__("k", 5.0)),
+        ("namespace", lambda x: x * space.k, lambda: setattr(space, "k", 5.0)),
+        ("hook", hooked, lambda: gain.__setitem__(0, 5.0)),
+        ("decorator", wrapped, lambda: gain.__setitem__(0, 6.0)),
+        ("view", lambda x: x * next(iter(view)), lambda: values.__setitem__("k", 5.0)),
+        ("scheduler", lambda x: x * scheduler.get_last_lr()[0], lambda: scheduler._last_lr.__setitem__(0, 5.0)),
+        ("sign of zero", lambda x: 1 / (x * zero["k"]), lambda: zero.__setitem__("k", -0.0)),
+    ]
+
+
+def test_whatever_a_function_looks_at_is_seen() -> None:
+    def f(mesh: Any) -> None:
+        x = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+        for name, look, change in reached():
+            run = dtensor.lower(look, x)
+            before = full(run(x))
+            assert torch.equal(before, full(look(x))), name
+            change()
+            assert torch.equal(full(run(x)), full(look(x))), name
+            assert not torch.equal(full(run(x)), before), name
+        index = distribute_tensor(torch.tensor([1, 0]), mesh, [R])
+        assert_close(full(dtensor.lower(lambda x, i: x[i], x, index)(x, index)), torch.ones(2))
+
+    try:
+        on((1,), f)
+    finally:
+        set_scale(2.0)
+        Config.scale = Scaled.k = 2.0
 
 
 def test_learning_rates_and_new_parameters_are_seen() -> None:
@@ -433,9 +547,10 @@ def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
     x, hidden = make(), [make()]
     calls = {"n": 0}
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR
-    secret: Any = scheduler.__new__(scheduler)  # an object of torch's is not looked into
-    secret.x, secret.t, number = hidden[0], torch.ones(3), {"n": torch.ones(3)}
+    number, kept = {"n": torch.ones(3)}, torch.ones(3)
+    secret_x, secret_t = weakref.ref(hidden[0]), weakref.ref(kept)  # what a reference leads to is not looked at
+
+    numbers, large, pair = iter([1, 2]), numpy.ones(100_000), (torch.ones(3),)
 
     def count(x: DTensor) -> DTensor:
         calls["n"] += 1
@@ -447,10 +562,14 @@ def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
         ("looks at values", lambda x: x if x.sum() > 0 else -x, x),
         ("looks at values", lambda x: x.tolist(), x),
         ("Python or numpy", lambda x: x * random.random(), x),
+        ("an iterator goes on", lambda x: x * next(numbers), x),
+        ("too large to be compared", lambda x: x * float(large[0]), x),
+        ("in a tuple", lambda x: x.to_local() + pair[0], x),
+        ("looks at values", lambda x: x[x > 0], x),
         ("no place for a generator", lambda x: x.clone().normal_(generator=torch.Generator()), x),
-        ("depends on values", lambda x: torch.nonzero(x), x),
-        ("neither an argument", lambda x: x + secret.x, x),
-        ("neither an argument", lambda x: x.to_local() + secret.t, x),
+        ("looks at values", lambda x: torch.nonzero(x), x),
+        ("neither an argument", lambda x: x + secret_x(), x),
+        ("neither an argument", lambda x: x.to_local() + secret_t(), x),
         ("Python value 'n'", count, x),
         ("autograd recorded", lambda x: x * 2, make().requires_grad_() * 2),
         ("autograd recorded", lambda x: x * 2, torch.ones(2, requires_grad=True) * 2),
