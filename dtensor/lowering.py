@@ -17,8 +17,8 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 - DTensors: layout, mesh, global shape, stride, dtype, local stride and offset, requires_grad, hooks, `.grad`;
 - plain tensors: shape, stride, dtype, device; equal tensors in equal places; other arguments: value and type;
 - whatever the function can reach (`dtensor.lower_state`): every module, parameter, buffer, hook, optimizer, container,
-  method, class attribute and Python number in its arguments, closure, defaults and globals is the same object, or an equal
-  number (`module.training`, `group["lr"]`, `config.scale`, ...);
+  method, class attribute and Python number in its arguments, closure, defaults and globals is the same object, or an
+  equal number (`module.training`, `group["lr"]`, `config.scale`, ...);
 - grad mode, inference mode, autocast, the default dtype, `implicit_replication`, the cost model.
 
 All of it is the same on all ranks of a program that is, so all ranks trace again together. A function that cannot be
