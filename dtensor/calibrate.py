@@ -6,8 +6,9 @@
     >>> set_cost_model(load("model.json"))        # on all ranks
 
 Along each axis of a mesh an all-gather of little data is timed (its launch) and one of much (its bandwidth); hops are
-what a longer axis adds to the launch. All ranks take the slowest rank's medians, so that all decide alike. The model
-decides by seconds alone (`slack` is infinite).
+what a longer axis adds to the launch, `pairwise` what an all-to-all of little data takes more than the gather. All
+ranks take the slowest rank's medians, so that all decide alike. The model decides by seconds alone (`slack` is
+infinite).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def measure(mesh: DeviceMesh, large: int = _LARGE, repeats: int = 15) -> CostMod
     device = torch.device(mesh.device_type)
     delays: dict[int, float] = {}
     speeds: dict[int, float] = {}
+    more = 0.0
     for axis, k in enumerate(mesh.shape):
         if k == 1:
             continue
@@ -46,14 +48,16 @@ def measure(mesh: DeviceMesh, large: int = _LARGE, repeats: int = 15) -> CostMod
         small, much = torch.ones(_SMALL, device=device), torch.ones(large, device=device)
         delay = _median(comm, lambda c=comm, x=small, s=shapes: c.all_gather(x, s(_SMALL)), repeats, device)  # type: ignore[misc]
         long = _median(comm, lambda c=comm, x=much, s=shapes: c.all_gather(x, s(large)), repeats, device)  # type: ignore[misc]
+        swap = _median(comm, lambda c=comm, x=small, s=shapes: c.all_to_all([x] * c.size, s(_SMALL)), repeats, device)  # type: ignore[misc]
+        more = max(more, swap / delay - 1)
         delays[axis] = delay
         speeds[axis] = much.numel() * 4 * (k - 1) / max(long - delay, delay / 10, 1e-9)
     whole = mesh.comm(tuple(range(mesh.ndim)))
-    values = [*delays.values(), *speeds.values(), _copy_speed(large, repeats, device)]
-    slowest = whole.all_reduce(
-        torch.tensor([*values[: len(delays)], *(-v for v in values[len(delays) :])]).double(), "max"
-    )
+    values = [*delays.values(), *speeds.values(), _copy_speed(large, repeats, device), -more]
+    signed = [*values[: len(delays)], *(-v for v in values[len(delays) :])]
+    slowest = whole.all_reduce(torch.tensor(signed, dtype=torch.float64, device=device), "max")
     agreed = slowest.abs().tolist()
+    *agreed, more = agreed
     found_delays, found_speeds = agreed[: len(delays)], agreed[len(delays) : -1]
     axes = list(delays)
     if not axes:
@@ -63,6 +67,7 @@ def measure(mesh: DeviceMesh, large: int = _LARGE, repeats: int = 15) -> CostMod
     return CostModel(
         latency=latency,
         hop=hop,
+        pairwise=more,
         bandwidth=max(found_speeds),
         copy_bandwidth=agreed[-1],
         axis_latency=dict(zip(axes, own)),
