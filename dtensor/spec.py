@@ -177,6 +177,13 @@ class Spec:
     local_shape: torch.Size
     _bound: int
 
+    def __new__(cls, mesh: DeviceMesh, placements: Iterable[object], tensor_meta: TensorMeta | None = None) -> Spec:
+        """The arguments of torch's `DTensorSpec`; gives what `Spec.make` gives. TypeError without `tensor_meta`."""
+        if tensor_meta is None:
+            raise TypeError("Spec(mesh, placements, tensor_meta): a spec here always knows shape, stride and dtype")
+        shape, stride, dtype = tensor_meta
+        return Spec.make(mesh, normalize_placements(placements, mesh, len(shape), "Spec"), shape, stride, dtype)
+
     @staticmethod
     def make(
         mesh: DeviceMesh,
@@ -236,6 +243,20 @@ class Spec:
         if self._bound < 0:
             self._bound = math.prod(self.local_shape_of((0,) * self.mesh.ndim))
         return self._bound
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """Per dim of the tensor, into how many shards it is cut."""
+        counts = [1] * len(self.shape)
+        for p, k in zip(self.placements, self.mesh.shape, strict=True):
+            if isinstance(p, (Shard, StridedShard)):
+                counts[p.dim] *= k
+        return counts
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many shards the tensor is cut."""
+        return math.prod(self.num_shards_map)
 
     def is_replicated(self) -> bool:
         """True when every axis replicates."""

@@ -1,0 +1,175 @@
+"""Put this engine under a program that was written for torch's DTensor.
+
+    import dtensor.swap                        first of all, before the program imports anything distributed
+    dtensor.swap.install()
+
+    python -m dtensor.swap script.py args      the same, for a script as it is
+    torchrun --nproc-per-node 4 -m dtensor.swap script.py args
+
+From then on `torch.distributed.tensor` and everything under it, `torch.distributed.device_mesh` and
+`torch.distributed._tensor` give this engine, and so do torch's own modules that work with DTensors (`fully_shard`, the
+distributed checkpoint, the state-dict functions, gradient clipping), loaded already or later.
+
+How: facades stand for the modules in `sys.modules`, and globals of torch's loaded modules that hold one of the names
+are replaced. Torch's own engine stays whole underneath. Torch's C++ looks its `DTensor` up by name at the first op of
+any tensor subclass, and keeps what it finds; so that is made to happen before the names change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from dtensor.spec import Spec
+from dtensor.swap import children, rebind
+from dtensor.swap.facade import Facade, Mapping, SwapError, load_names
+from dtensor.swap.names import MODULES, ROOTS, is_under
+
+__all__ = ["Status", "SwapError", "install", "status", "swapped", "uninstall"]
+
+_mapping = Mapping()
+_changes: list[rebind.Change] = []
+_entries: dict[str, ModuleType] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What is swapped: printed, a list.
+
+    Attributes:
+        installed: whether `install` is in force.
+        swapped: names of torch that give this engine.
+        refused: names that say, when called, that they have no counterpart.
+        torchs: names in swapped modules that are still torch's own; its functions refuse our tensors.
+    """
+
+    installed: bool
+    swapped: tuple[str, ...]
+    refused: tuple[str, ...]
+    torchs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = "swapped in" if self.installed else "not installed; it would be so"
+        parts = (("this engine's", self.swapped), ("refused", self.refused), ("torch's own", self.torchs))
+        return "\n".join([f"dtensor.swap: {head}", *(f"{what}:\n  " + "\n  ".join(names) for what, names in parts)])
+
+
+def install() -> None:
+    """Swap the engine in; nothing when it is in already.
+
+    Raises SwapError, before anything is changed, when a module of the program holds one of torch's names already: it
+    would go on with torch's engine and mix the two.
+    """
+    if _mapping.on:
+        return
+    _load()
+    early = rebind.bound_early(_mapping.of)
+    if early:
+        named = ", ".join(early[:8]) + (", ..." if len(early) > 8 else "")
+        raise SwapError(
+            f"imported too early, and torch's already: {named}. Call dtensor.swap.install() before the program imports "
+            "anything distributed, or run it with python -m dtensor.swap"
+        )
+    _changes.extend(rebind.rebind(_mapping.of))
+    for name, module in _loaded():
+        _entries[name] = module
+        sys.modules[name] = _mapping.modules[id(module)][1]
+    setattr(Spec, "__dataclass_fields__", vars(_Fields)["__dataclass_fields__"])  # noqa: B010
+    _mapping.on = True
+    children.follow()
+
+
+def uninstall() -> None:
+    """Undo `install`: torch's names give torch's engine again. Tensors made meanwhile stay what they are.
+
+    A module of the program that was imported meanwhile keeps the names that it imported.
+    """
+    if not _mapping.on:
+        return
+    children.stop()
+    _mapping.on = False
+    sys.modules.update(_entries)
+    _entries.clear()
+    rebind.restore(_changes)
+    _changes.clear()
+    back = _mapping.back()
+    rebind.rebind(lambda value: back[id(value)][1] if id(value) in back and back[id(value)][0] is value else None)
+    delattr(Spec, "__dataclass_fields__")
+
+
+@contextmanager
+def swapped() -> Iterator[None]:
+    """`with dtensor.swap.swapped():` installs for the block, and leaves as it was what was installed before it."""
+    before = _mapping.on
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()
+
+
+def status() -> Status:
+    """What is swapped, or would be, and what of torch's engine stays torch's."""
+    _load()
+    ours: list[str] = []
+    refused: list[str] = []
+    torchs: list[str] = []
+    for real, _ in _mapping.modules.values():
+        for name, value in vars(real).items():
+            stands = None if isinstance(value, ModuleType) else _mapping.of(value)
+            if stands is not None:
+                refuses = isinstance(stands, type) and stands.__module__ == "dtensor.swap.facade"
+                (refused if refuses else ours).append(f"{real.__name__}.{name}")
+            elif isinstance(value, type | FunctionType) and value.__module__ == real.__name__:
+                torchs.append(f"{real.__name__}.{name}")
+    return Status(_mapping.on, tuple(sorted(ours)), tuple(sorted(refused)), tuple(sorted(torchs)))
+
+
+def _load() -> None:
+    """Torch's package, C++'s hold on it, the tables and the facades. Changes no name."""
+    if _mapping.on:
+        return
+    if not _mapping.modules:
+        for name in MODULES:
+            importlib.import_module(name)
+        _let_torch_find_its_own()
+        load_names(_mapping)
+    for _, module in _loaded():
+        if id(module) not in _mapping.modules:
+            _mapping.modules[id(module)] = (module, Facade(module, _mapping))
+
+
+def _loaded() -> list[tuple[str, ModuleType]]:
+    """What is loaded of the modules to swap, under all its names: some have an old one as well."""
+    return [(name, module) for name, module in list(sys.modules.items()) if is_under(name, ROOTS)]
+
+
+class _Probe(torch.Tensor):
+    """A tensor subclass, for one op."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return torch.zeros(())
+
+
+def _let_torch_find_its_own() -> None:
+    """One op of a tensor subclass: C++ looks up `torch.distributed.tensor.DTensor` and keeps it."""
+    probe: Any = torch.Tensor._make_wrapper_subclass(_Probe, ())
+    torch.neg(probe)
+
+
+@dataclasses.dataclass
+class _Fields:
+    """What `dataclasses.replace(spec, tensor_meta=...)` passes on: the arguments of torch's `DTensorSpec`."""
+
+    mesh: object
+    placements: object
+    tensor_meta: object

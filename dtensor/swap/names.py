@@ -1,0 +1,103 @@
+"""Which name of torch stands for which name of this engine: a table.
+
+A name that a module of torch only hands on (`torch.distributed.tensor._api.Shard`) needs no line: it is recognised by
+what it is. So the table has each thing once, where torch defines or exports it first, and a few names that torch's
+modules define for themselves.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ENGINE", "HOLDERS_OF_TORCHS_OWN", "MODULES", "OURS", "REFUSED", "ROOTS", "is_under"]
+
+ROOTS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.device_mesh")
+"""What is swapped: these modules and everything under them."""
+
+ENGINE = ("dtensor", "propagation_rules", "parallel", "loss")
+"""Our own packages. What they ask of torch is torch's."""
+
+_TENSOR = "torch.distributed.tensor"
+
+MODULES = (
+    "torch.distributed.fsdp", "torch.distributed.device_mesh", _TENSOR, f"{_TENSOR}.parallel",
+    f"{_TENSOR}.parallel.ddp", f"{_TENSOR}.parallel.fsdp", f"{_TENSOR}.parallel.input_reshard",
+    f"{_TENSOR}.experimental", f"{_TENSOR}.experimental._attention", f"{_TENSOR}.debug", f"{_TENSOR}.device_mesh",
+    f"{_TENSOR}.placement_types", f"{_TENSOR}._api", f"{_TENSOR}._dtensor_spec", f"{_TENSOR}._random",
+    f"{_TENSOR}._redistribute", f"{_TENSOR}._utils", f"{_TENSOR}._shards_wrapper", "torch.distributed._tensor",
+    "torch.distributed._tensor.api", "torch.distributed._tensor.placement_types",
+)  # fmt: skip
+"""What `install` imports first, so that nothing of it is loaded later and half; in this order, for torch's own sake."""
+
+HOLDERS_OF_TORCHS_OWN = (
+    *ROOTS, "torch._dynamo.variables.builder", "torch._dynamo.variables.distributed",
+    "torch._dynamo.variables.higher_order_ops", "torch._dynamo.decorators",
+    "torch._dynamo.trace_rules", "torch._functorch", "torch._higher_order_ops", "torch._inductor", "torch._prims",
+    "torch.distributed._local_tensor", "torch.distributed._ops", "torch.fx", "torch.testing._comparison",
+    "torch.utils._debug_mode",
+)  # fmt: skip
+"""Modules of torch that go on seeing torch's own names. They have a path for torch's class and its layout in memory,
+and one for tensor subclasses in general; ours takes the general one."""
+
+OURS: dict[str, dict[str, str]] = {
+    "torch.distributed.device_mesh": {
+        "DeviceMesh": "dtensor.device_mesh:DeviceMesh",
+        "init_device_mesh": "dtensor.device_mesh:init_device_mesh",
+        "_mesh_resources": "dtensor.swap.stand_ins:mesh_resources",
+    },
+    _TENSOR: {
+        "DTensor": "dtensor.tensor:DTensor",
+        "distribute_tensor": "dtensor.api:distribute_tensor",
+        "distribute_module": "dtensor.module:distribute_module",
+        **{name: f"dtensor.factory:{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")},
+        **{
+            name: f"dtensor.placement:{name}"
+            for name in ("Partial", "Placement", "Replicate", "Shard", "_StridedShard")
+        },
+    },
+    f"{_TENSOR}._dtensor_spec": {"DTensorSpec": "dtensor.spec:Spec", "TensorMeta": "dtensor.spec:TensorMeta"},
+    f"{_TENSOR}._random": {
+        "manual_seed": "dtensor.swap.stand_ins:manual_seed",
+        "is_rng_supported_mesh": "dtensor.swap.stand_ins:is_rng_supported_mesh",
+    },
+    f"{_TENSOR}._redistribute": {
+        "redistribute_local_tensor": "dtensor.swap.stand_ins:redistribute_local_tensor",
+        "use_min_cost_redistribution_plan": "dtensor.swap.stand_ins:use_min_cost_redistribution_plan",
+    },
+    f"{_TENSOR}._utils": {
+        "compute_local_shape_and_global_offset": "dtensor._utils:compute_local_shape_and_global_offset",
+    },
+    f"{_TENSOR}.parallel": {
+        name: f"parallel:{name}"
+        for name in (
+            "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
+            "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module",
+        )
+    },
+    f"{_TENSOR}.parallel.input_reshard": {"input_reshard": "parallel:input_reshard"},
+    f"{_TENSOR}.experimental": {
+        name: f"dtensor.experimental:{name}" for name in ("implicit_replication", "local_map", "register_sharding")
+    },
+    f"{_TENSOR}.debug": {name: f"dtensor.debug:{name}" for name in ("CommDebugMode", "visualize_sharding")},
+}  # fmt: skip
+"""Module of torch: its name: where ours is."""
+
+REFUSED: dict[str, dict[str, str]] = {
+    f"{_TENSOR}._utils": {
+        "ExplicitRedistributionContext": "use dtensor.debug.CommDebugMode to see what is redistributed",
+    },
+    f"{_TENSOR}._random": {"OffsetBasedRNGTracker": "seed with torch.manual_seed; docs/architecture.md, section 10"},
+    f"{_TENSOR}._redistribute": {
+        "Redistribute": "use DTensor.redistribute",
+        "disable_redistribute_transform_optimization": "plans of this engine have no such stage",
+    },
+    f"{_TENSOR}.parallel.fsdp": {"DTensorExtensions": "use fully_shard; the older FSDP over tensor parallelism"},
+    f"{_TENSOR}._ops.utils": {"register_op_strategy": "use register_sharding, or dtensor.registry.register"},
+    f"{_TENSOR}._ops.single_dim_strategy": {
+        "register_single_dim_strategy": "use register_sharding, or dtensor.registry.register"
+    },
+}
+"""Names whose work would be lost without a word if torch's stayed: calling them says so, and what to do."""
+
+
+def is_under(module: str, roots: tuple[str, ...]) -> bool:
+    """Whether `module` is one of `roots` or inside one."""
+    return module.startswith(tuple(f"{root}." for root in roots)) or module in roots

@@ -1,0 +1,66 @@
+"""Private helpers that programs import from torch's engine, done with this one's means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dtensor.device_mesh import DeviceMesh, _active
+from dtensor.reshard_run import redistribute_local
+from dtensor.spec import Spec
+
+__all__ = [
+    "is_rng_supported_mesh", "manual_seed", "mesh_resources", "redistribute_local_tensor",
+    "use_min_cost_redistribution_plan",
+]  # fmt: skip
+
+
+class _MeshResources:
+    """What is left of torch's mesh registry: the meshes of `with mesh:`, and a mesh's root."""
+
+    @property
+    def mesh_stack(self) -> list[DeviceMesh]:
+        """The meshes that this thread is in, innermost last."""
+        return _active.stack
+
+    def get_current_mesh(self) -> DeviceMesh:
+        """The innermost mesh. Raises RuntimeError where there is none."""
+        return DeviceMesh.current()
+
+    def get_root_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh that `device_mesh` was sliced from, or itself."""
+        return device_mesh._get_root_mesh()
+
+
+mesh_resources = _MeshResources()
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
+    """Seed what random DTensors are drawn from. All ranks of the mesh give the same seed; others are left alone."""
+    if device_mesh.coord is not None:
+        torch.manual_seed(seed)
+
+
+def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
+    """True: random ops work on meshes of every device type."""
+    return True
+
+
+def redistribute_local_tensor(
+    local_tensor: torch.Tensor, current_spec: Spec, target_spec: Spec, *, async_op: bool = False
+) -> torch.Tensor:
+    """This rank's part of a tensor of `current_spec`, in the layout of `target_spec`. Not differentiable.
+
+    Raises NotImplementedError for specs of two meshes.
+    """
+    if current_spec.mesh != target_spec.mesh:
+        raise NotImplementedError("redistribute_local_tensor: two meshes; use DTensor.redistribute")
+    return redistribute_local(local_tensor, current_spec, target_spec, async_op=async_op)
+
+
+@contextmanager
+def use_min_cost_redistribution_plan(enabled: bool = True) -> Iterator[None]:
+    """Nothing: plans are those of least cost here anyway."""
+    yield

@@ -1,0 +1,170 @@
+"""`dtensor.swap`: torch's names give this engine, torch's programs run on it, and all of it can be undone.
+
+Everything runs in processes of its own: the swap is a matter of a whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / "tests" / "programs"
+
+
+def python(*arguments: str, timeout: float = 180) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+INSTALLED = r"""
+import dataclasses, pickle, sys
+import dtensor.swap
+
+before = {name: sys.modules.get(name) for name in ("torch.distributed.tensor", "torch.distributed.device_mesh")}
+assert not dtensor.swap.status().installed
+dtensor.swap.install()
+dtensor.swap.install()
+
+import torch, torch.distributed as dist
+import torch.distributed.tensor as dt, torch.distributed.tensor.parallel as tp
+import torch.distributed.checkpoint.default_planner as planner, torch.distributed._state_dict_utils as state_dicts
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp
+import torch.distributed._functional_collectives
+from torch.distributed._tensor import DTensor as Old
+from torch.distributed._tensor.placement_types import Shard as OldShard
+from torch.distributed.tensor._api import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._random import manual_seed
+from torch.distributed.tensor._redistribute import redistribute_local_tensor, use_min_cost_redistribution_plan
+from torch.distributed.tensor._utils import ExplicitRedistributionContext, compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import context_parallel, local_map
+from torch.distributed.tensor.experimental._attention import context_parallel as same
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+import dtensor, parallel, dtensor.debug, dtensor.experimental
+
+assert Old is DTensor is dt.DTensor is dtensor.DTensor is planner.DTensor is state_dicts.DTensor is fsdp.DTensor
+assert OldShard is dt.Shard is dtensor.Shard and _StridedShard is dtensor.StridedShard is fsdp._StridedShard
+assert dist.DeviceMesh is dist.device_mesh.DeviceMesh is dt.DeviceMesh is dtensor.DeviceMesh is fsdp.DeviceMesh
+assert dist.init_device_mesh is dt.init_device_mesh is dtensor.init_device_mesh
+assert tp is torch.distributed.tensor.parallel and tp.ColwiseParallel is parallel.ColwiseParallel
+assert issubclass(tp.ColwiseParallel, ParallelStyle) and CommDebugMode is dtensor.debug.CommDebugMode
+assert local_map is dtensor.experimental.local_map and context_parallel is same
+
+# torch's engine is whole underneath, and is what torch's C++ holds
+own = before["torch.distributed.tensor"] or sys.modules["torch.distributed.tensor"]._real
+assert own._api.DTensor is not DTensor and own._dispatch.DTensorSpec is not DTensorSpec
+
+class Probe(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.zeros(2)
+
+torch.neg(torch.Tensor._make_wrapper_subclass(Probe, (2,)))
+
+# on one process
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+x = dt.distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [dt.Shard(0)])
+assert type(x) is DTensor
+assert torch.equal(DTensor(x.to_local(), x._spec, requires_grad=False).full_tensor(), x.to_local())
+spec = DTensorSpec(mesh, (dt.Shard(0),), tensor_meta=TensorMeta(torch.Size([2, 3]), (3, 1), torch.float32))
+assert spec is x._spec and isinstance(spec, DTensorSpec) and spec.num_shards_map == [1, 1] and spec.num_shards == 1
+half = dataclasses.replace(spec, tensor_meta=TensorMeta(spec.shape, spec.stride, torch.bfloat16))
+assert half.dtype is torch.bfloat16 and half.placements == spec.placements
+with use_min_cost_redistribution_plan():
+    assert torch.equal(redistribute_local_tensor(x.to_local(), spec, spec.replicated()), x.to_local())
+manual_seed(3, mesh)
+assert compute_local_shape_and_global_offset((4, 2), mesh, [dt.Shard(0)]) == ((4, 2), (0, 0))
+with mesh:
+    assert torch.distributed.device_mesh._mesh_resources.get_current_mesh() is mesh
+
+# functions that are torch's own refuse what is ours, and say which
+def refused(call, *words):
+    try:
+        call()
+    except (dtensor.swap.SwapError, TypeError) as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+refused(lambda: context_parallel(mesh, buffers=[], buffer_seq_dims=[]).__enter__(), "context_parallel", "DeviceMesh")
+refused(lambda: ExplicitRedistributionContext(), "ExplicitRedistributionContext", "CommDebugMode")
+refused(lambda: DTensorSpec(mesh, (dt.Shard(0),)), "tensor_meta")
+net = tp.parallelize_module(torch.nn.Linear(2, 2), mesh, tp.ColwiseParallel())
+refused(lambda: torch.distributed.tensor.parallel.ddp._pre_dp_module_transform(net), "_module_transform", "DTensor")
+
+# compiled: torch's compiler takes our class for what it is, a tensor subclass
+@torch.compile(backend="aot_eager", fullgraph=True)
+def f(x):
+    y = x.redistribute(placements=[dt.Replicate()]) if isinstance(x, dt.DTensor) else x * 100
+    return (y + 1).to_local()
+
+assert torch.equal(f(x), x.to_local() + 1)
+
+status = dtensor.swap.status()
+assert status.installed and "torch.distributed.tensor._api.DTensor" in status.swapped
+assert "torch.distributed.tensor._utils.ExplicitRedistributionContext" in status.refused
+assert "torch.distributed.tensor._dispatch.OpDispatcher" in status.torchs and "refused" in str(status)
+
+dist.destroy_process_group()
+dtensor.swap.uninstall()
+dtensor.swap.uninstall()
+assert dist.DeviceMesh is not dtensor.DeviceMesh and fsdp.DTensor is own._api.DTensor is planner.DTensor
+assert sys.modules["torch.distributed.tensor"] is torch.distributed.tensor is own is sys.modules[own.__name__]
+assert dt.Shard is own.Shard, "a facade that is still held"
+assert not dataclasses.is_dataclass(dtensor.Spec) and not dtensor.swap.status().installed
+del own  # torch's module, held by the program
+with dtensor.swap.swapped():
+    assert dist.DeviceMesh is dtensor.DeviceMesh
+    with dtensor.swap.swapped():
+        pass
+    assert dist.DeviceMesh is dtensor.DeviceMesh
+assert dist.DeviceMesh is not dtensor.DeviceMesh
+
+# too early
+import types
+sys.modules["early"] = early = types.ModuleType("early")
+exec("from torch.distributed.tensor import Shard; import torch.distributed.device_mesh as meshes", vars(early))
+try:
+    dtensor.swap.install()
+except dtensor.swap.SwapError as error:
+    assert "early.Shard" in str(error) and "early.meshes" in str(error), error
+else:
+    raise AssertionError("not noticed")
+assert dist.DeviceMesh is not dtensor.DeviceMesh
+print("all right")
+"""
+
+
+def test_names_refusals_undo_and_early_imports() -> None:
+    assert "all right" in python("-c", INSTALLED)
+
+
+@pytest.mark.processes
+def test_programs_of_torchs_unmodified() -> None:
+    """Spawned processes are swapped too: what the programs print comes from one."""
+    printed = python("-m", "dtensor.swap", str(PROGRAMS / "both.py"))
+    assert printed.count("engine dtensor.") == 2 and "done" in printed
+
+
+def test_command_line(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__main__.py").write_text(
+        "import sys\nfrom torch.distributed.tensor import DTensor\nprint(DTensor.__module__, sys.argv[1:])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dtensor.swap", "-m", "package", "--flag"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == "dtensor.tensor ['--flag']"
