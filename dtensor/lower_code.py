@@ -42,6 +42,8 @@ _VIEWS = _RESHAPES | {
     _A.squeeze.dims, _A.slice.Tensor, _A.select.int, _A.as_strided.default, _A.split.Tensor,
     _A.split_with_sizes.default,
 }  # fmt: skip
+_RESHAPERS = frozenset({_A.resize_.default, _A.resize_as_.default, *(getattr(_A.set_, o) for o in _A.set_.overloads())})
+"""Ops after which the same view of the same tensor is another."""
 _SWAPS = frozenset({_A.t.default, _A.transpose.int})
 
 
@@ -51,7 +53,7 @@ def simplify(graph: fx.Graph) -> None:
     Views share memory, so which of them an op gets makes no difference to it. Lists that are taken apart only to be
     put together again are handed on whole.
     """
-    if any(torch.Tag.inplace_view in getattr(n.target, "tags", ()) for n in graph.nodes):
+    if any(torch.Tag.inplace_view in getattr(n.target, "tags", ()) or n.target in _RESHAPERS for n in graph.nodes):
         return
     taken: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):

@@ -37,7 +37,7 @@ from dtensor.errors import LayoutError, explain_error
 __all__ = ["LowerError", "Recorder", "refuse", "tensors_in"]
 
 aten = torch.ops.aten
-_SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh", "aten::_unsafe_view_alias"})
+_SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh"})
 """Ops that give their input again, as far as values go."""
 
 
