@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from dtensor.cost import current_cost_model
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
@@ -107,10 +108,11 @@ def _settle(bucket: Sequence[DTensor]) -> None:
 def _reduced(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Local elements summed over the axes where `spec` is pending."""
     axes = tuple(a for a, p in enumerate(spec.placements) if isinstance(p, Partial) and spec.mesh.shape[a] > 1)
+    flat = flat.to(current_cost_model().wire.get(spec.dtype, spec.dtype))
     if axes:
         flat = spec.mesh.comm(axes if len(axes) > 1 else axes[0]).all_reduce(flat, "sum")
     count = math.prod(k for k, p in zip(spec.mesh.shape, spec.placements, strict=True) if p.is_partial("avg"))
-    return flat.div_(count) if count > 1 else flat
+    return (flat.div_(count) if count > 1 else flat).to(spec.dtype)
 
 
 def _settled(placements: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
 from dtensor.comm import observers
+from dtensor.cost import CostModel, use_cost_model
 from parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -280,5 +281,23 @@ def test_list_ops_take_both_kinds_side_by_side() -> None:
             same(t, was)
         with pytest.raises(RuntimeError, match="written, is a plain tensor"):
             a[0].mul_(a[1])
+
+    on((4,), f)
+
+
+@pytest.mark.parametrize("count", (1, 2))
+def test_gradients_settle_in_the_dtype_of_the_wire(count: int) -> None:
+    """In bfloat16 alone the three small parts are lost, however many gradients travel together."""
+
+    def f(mesh: DeviceMesh) -> None:
+        part = torch.full((3,), 1.0 if mesh.get_rank() == 0 else 2**-8, dtype=torch.bfloat16)
+        with use_cost_model(CostModel(wire={torch.bfloat16: torch.float32})):
+            params = [nn.Parameter(make(torch.ones(3, dtype=torch.bfloat16), mesh, (R,))) for _ in range(count)]
+            for p in params:
+                p.grad = DTensor.from_local(part.clone(), mesh, [P])
+            torch.nn.utils.clip_grad_norm_(params, 1e9)
+            for p in params:
+                assert isinstance(p.grad, DTensor)
+                assert p.grad.full_tensor()[0].item() == 1.015625
 
     on((4,), f)
