@@ -14,9 +14,20 @@ import torch.nn.functional as F
 from laws import make, rand
 from torch.utils.checkpoint import checkpoint
 
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
+from dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
 from dtensor import dispatch as hot
 from dtensor.comm import observers
+from dtensor.errors import MeshError
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -427,5 +438,51 @@ def test_a_changing_learning_rate_makes_no_plans(name: str, form: str) -> None:
             optimizer.step()
             plans.append(sum(len(info.plans) for info in hot._ops.values()))
         assert plans[2] == plans[3] == plans[4]
+
+    simulate(4)(run)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf"), 0.0])
+def test_clipping_over_several_meshes(order: float, foreach: bool | None) -> None:
+    """As FSDP over tensor parallelism leaves them: some on both axes, some on one, a plain one; some are pending."""
+    grads = [*_params(3), torch.zeros(4)]
+    plain = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(plain, grads, strict=True):
+        p.grad = g.clone()
+    want = nn.utils.clip_grad_norm_(plain, 0.7, order, foreach=foreach)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        meshes: list[tuple[Any, Any]] = [
+            (mesh, [Shard(0), Partial()]),
+            (mesh["dp"], [Shard(0)]),
+            (mesh["tp"], [Partial()]),
+        ]
+        params: list[torch.Tensor] = []
+        for i, g in enumerate(grads[:-1]):
+            over, layout = meshes[i % 3]
+            params.append(distribute_tensor(torch.zeros_like(g), over, [Replicate()] * over.ndim).requires_grad_())
+            params[-1].grad = distribute_tensor(g, over, layout)
+        params.append(nn.Parameter(torch.zeros_like(grads[-1])))
+        params[-1].grad = grads[-1].clone()
+        measured = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], order, foreach=foreach)
+        total = nn.utils.clip_grad_norm_(params, 0.7, order, foreach=foreach)
+        assert type(total) is torch.Tensor
+        torch.testing.assert_close((measured, total), (want, want))
+        for p, w in zip(params, plain, strict=True):
+            got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            torch.testing.assert_close(got, w.grad, rtol=1e-4, atol=1e-5)
+
+    simulate(4)(run)
+
+
+def test_a_norm_over_meshes_of_other_ranks_is_refused() -> None:
+    def run() -> None:
+        tensors = [
+            distribute_tensor(torch.ones(4), init_device_mesh("cpu", (n,)), [Shard(0)]).requires_grad_() for n in (2, 4)
+        ]
+        with pytest.raises(MeshError, match="no slices of one mesh"):
+            nn.utils.get_total_norm(tensors)
 
     simulate(4)(run)
