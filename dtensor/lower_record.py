@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         raise refuse(
             "a tensor that is neither an argument nor reachable from one", f"{t.dtype}{list(t.shape)}",
             "its values would be those of the first call for ever",
-            "pass it as an argument, or make it inside the function",
+            "pass it as an argument, keep it in a list, a dict or an attribute, or make it inside the function",
         )  # fmt: skip
 
     def _constant(self, t: torch.Tensor) -> fx.Node:

@@ -241,7 +241,8 @@ class Reach:
     def _place(self, box: Any, key: Any) -> None:
         value = box[key]
         if isinstance(value, torch.Tensor) and not isinstance(value, hot._DTensor):
-            if id(value) not in self._seen:
+            fixed = isinstance(box, (tuple, types.MappingProxyType))  # not to be replaced for a trace: refused if used
+            if id(value) not in self._seen and not fixed:
                 self._seen[id(value)] = value
                 self.plain.append(((box, key), value))
             self.same.append((box, key, value))

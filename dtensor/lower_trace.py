@@ -164,9 +164,9 @@ def trace(
             t.put(x, fake)
             if grad is not None:
                 t.put(grad, fake_grad)
-        for name, (place, real) in zip(plain_names, plain, strict=True):
+        for place, real in plain:
             if place is not None:
-                _swap(place, replaced[id(real)], name)
+                place[0][place[1]] = replaced[id(real)]
         swap = lambda a: replaced.get(id(a), a)  # noqa: E731
         args, kwargs = pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
         with _compiling(reach):
@@ -205,16 +205,6 @@ def local_of(x: Any) -> torch.Tensor:
 def layout_of(x: Any) -> str:
     """A DTensor's spec, as text."""
     return str(x._spec) if is_dtensor(x) else "plain"
-
-
-def _swap(place: Any, fake: torch.Tensor, name: str) -> None:
-    try:
-        place[0][place[1]] = fake
-    except TypeError:
-        raise refuse(
-            f"{name}, a plain tensor in a {type(place[0]).__name__}", str(list(fake.shape)),
-            "what is reached is replaced by a tensor without values for the trace", "keep it in a list, or pass it",
-        ) from None  # fmt: skip
 
 
 def _check_object(x: Any, grad: Any, name: str) -> None:

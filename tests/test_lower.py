@@ -564,7 +564,7 @@ def test_what_cannot_be_lowered_is_refused_and_changes_nothing() -> None:
         ("Python or numpy", lambda x: x * random.random(), x),
         ("an iterator goes on", lambda x: x * next(numbers), x),
         ("too large to be compared", lambda x: x * float(large[0]), x),
-        ("in a tuple", lambda x: x.to_local() + pair[0], x),
+        ("neither an argument", lambda x: x.to_local() + pair[0], x),
         ("looks at values", lambda x: x[x > 0], x),
         ("no place for a generator", lambda x: x.clone().normal_(generator=torch.Generator()), x),
         ("looks at values", lambda x: torch.nonzero(x), x),
