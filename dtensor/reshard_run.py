@@ -194,6 +194,11 @@ def _late(result: torch.Tensor | Pending[torch.Tensor], like: torch.Tensor, shap
     return unwaited(result.wait, like, shape) if result.unfinished else result.tensor
 
 
+def _private(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+    """`x`, as a copy where the caller may write to it before it has been sent."""
+    return x.clone(memory_format=torch.contiguous_format) if async_op else x
+
+
 def _pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
     """What a collective with `async_op` returned, as a `Pending`."""
     return result if isinstance(result, Pending) else Pending(result)
@@ -219,7 +224,12 @@ def _in_wire(
 def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     comm, op = _comm(spec, step), _reduce_op(step)
     shape = region_shape(holdings(spec, step.dst, coord))
-    return _in_wire(lambda x, async_op: comm.all_reduce(x, op, async_op=async_op), step, shape)
+    gathered = op not in ("sum", "avg", "max", "min") or not (spec.dtype.is_floating_point or spec.dtype == torch.int64)
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
+        return comm.all_reduce(_private(x, async_op and gathered), op, async_op=async_op)  # else sent as a copy
+
+    return _in_wire(run, step, shape)
 
 
 def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
@@ -228,7 +238,11 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
     take = Take([common(have, want)[0] for want in wants], region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
-    return _in_wire(lambda x, async_op: comm.reduce_scatter(take(x), op, async_op=async_op), step, shape)
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
+        return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
+
+    return _in_wire(run, step, shape)
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
@@ -247,7 +261,7 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
         into = None if out is None else boxes(out)
         finish: Callable[[list[torch.Tensor]], torch.Tensor] = join if out is None else lambda _: out
         if async_op:
-            pending = _pending_parts(comm.all_gather(x, shapes, into=into, async_op=True))
+            pending = _pending_parts(comm.all_gather(_private(x, True), shapes, into=into, async_op=True))
             return unwaited(lambda: finish(pending.wait()), x, out_shape)
         return finish(comm.all_gather(x, shapes, into=into))
 
@@ -299,11 +313,10 @@ def exchange_others(
     shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        parts = take(x, me)
+        parts = take(_private(x, async_op), me)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
             pending = _pending_parts(comm.all_to_all(parts, shapes, async_op=True))
-            mine = mine.clone(memory_format=torch.contiguous_format)  # the caller may write to it meanwhile
             return unwaited(lambda: finish(pending.wait(), mine), x, out_shape)
         got = comm.all_to_all(parts, shapes)
         del parts[:]  # what was sent may have been copies
@@ -318,6 +331,7 @@ def _exchange_all(
     """All parts go through the collective."""
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        x = _private(x, async_op)
         if take.in_order:
             x = x.contiguous()
         if async_op:

@@ -210,6 +210,8 @@ def _best_cut(space: Space, cur: Layout, dst: Layout, axis: int) -> Placement | 
     """
     k, best, choice = space.sizes[axis], (0.0, False, 1), None
     for d, n in enumerate(space.dims(cur)):
+        if not n:
+            continue
         later = _cut_later(space, cur, axis, d)
         p: Placement = Shard(d)
         if later:

@@ -67,7 +67,9 @@ def _local_factory(call: Call, rule: Rule) -> Rule:
 
 
 def _dense_stride(spec: Spec) -> list[int]:
-    """Strides of the local part, its dims in memory in the order of the global ones."""
+    """Strides of the local part, in memory in the order of the global dims; outside the mesh it has one dim."""
+    if spec.mesh.coord is None:
+        return [1] * len(spec.local_shape)
     order = sorted(range(spec.ndim), key=lambda d: (spec.stride[d], -d))
     stride, step = [0] * spec.ndim, 1
     for d in order:

@@ -186,6 +186,19 @@ def test_gradients_come_back_over_meshes(name: str) -> None:
     on_ranks(6, body)
 
 
+def test_pending_tensors_without_elements() -> None:
+    def body() -> list[bool]:
+        a, b = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [3])
+        found = []
+        for shape in ((0, 3), (3, 0), (0,)):
+            x = DTensor.from_local(torch.zeros(shape), a, [Partial("min")])
+            y = x.redistribute(b, [R])
+            found.append(b.coord is None or y.to_local().shape == shape)
+        return found
+
+    assert all(all(found) for found in dtensor.simulate(4)(body))
+
+
 def test_errors() -> None:
     with fake_world(4):
         a, b = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))

@@ -253,6 +253,23 @@ def value_faults(
     return bad if right else [*bad, f"{src} -> {dst} of {tuple(full.shape)} {full.dtype}: wrong values"]
 
 
+def written_meanwhile_on_gloo(rank: int, world: int) -> None:
+    """What the caller writes to its tensor after the call does not reach the result."""
+    mesh, bad = init_device_mesh("cpu", (4,)), []
+    kinds: list[Placement] = [R, S0, S1, P, StridedShard(0, split_factor=2)]
+    for shape, dtype in (((256, 512), torch.float32), ((257, 511), torch.float32), ((256, 64), torch.complex64)):
+        full = numbers(shape, dtype)
+        for src, dst in itertools.product(kinds, kinds[:3] + kinds[4:]):
+            if src == dst:
+                continue
+            x = local_of(full, (src,), mesh.shape, mesh.coord or ())
+            late = redistribute_local(x, spec_of(mesh, (src,), full), spec_of(mesh, (dst,), full), async_op=True)
+            x.add_(1)
+            right = torch.allclose(late + 0, shard_of(full, (dst,), mesh.shape, mesh.coord or ()))
+            bad += [] if right else [f"{src} -> {dst} of {shape}"]
+    assert not bad, bad
+
+
 def overlapping_on_gloo(rank: int, world: int) -> None:
     """Several redistributions are under way together: all are issued before the first is waited for."""
     mesh = init_device_mesh("cpu", (4,))
@@ -363,4 +380,4 @@ def memory_on_gloo(rank: int, world: int) -> None:
 
 @pytest.mark.processes
 def test_on_gloo_processes() -> None:
-    run_ranks(4, [on_gloo, memory_on_gloo, overlapping_on_gloo], timeout=300).check()
+    run_ranks(4, [on_gloo, memory_on_gloo, overlapping_on_gloo, written_meanwhile_on_gloo], timeout=300).check()
