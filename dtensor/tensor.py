@@ -416,9 +416,10 @@ def _spec_of_local(
                     if d != p.dim and strides[d] >= strides[p.dim]:
                         strides[d] *= k
         return Spec.make(mesh, placed, sizes, strides, local.dtype)
-    if stride is None or len(shape) != local.ndim or len(stride) != local.ndim:
+    ndim = len(shape) if mesh.coord is None else local.ndim  # a rank outside the mesh may give any empty tensor
+    if stride is None or len(shape) != ndim or len(stride) != ndim:
         raise RuntimeError(
-            f"from_local: shape {shape} and stride {stride} must have the local tensor's {local.ndim} dims"
+            f"from_local: shape {shape} and stride {stride} must have the local tensor's {ndim} dims"
         )
     spec = Spec.make(mesh, placed, shape, stride, local.dtype)
     if mesh.coord is not None and spec.local_shape != local.shape:
