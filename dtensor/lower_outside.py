@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor import dispatch as hot
+from dtensor import dispatch_plain
 from dtensor import random as rng
 from dtensor.comm import Communicator, Pending, received
 from dtensor.comm_fake import FakeCommunicator
@@ -61,6 +62,7 @@ def _patch() -> None:
     for name in _CONTEXTS:
         _replace_context(name)
     _patch_store()
+    _patch_agreement()
     for module in _GENERATORS:
         for name in _STATES:
             _replace_state(module, name)
@@ -92,6 +94,22 @@ def _replace_state(module: Any, name: str) -> None:
         return out
 
     setattr(module, name, call)
+
+
+def _patch_agreement() -> None:
+    """Zeros, which autograd makes for parts that are not used, are the same on all ranks: no comparison."""
+    check = dispatch_plain._check
+    _originals.append((dispatch_plain, "_check", check))  # type: ignore[arg-type]
+
+    def unless_zero(info: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        if recorder is not None:
+            plain = [t for t in tensors_in((*args, *kwargs.values())) if not isinstance(t, hot._DTensor)]
+            if all(map(recorder.is_zero, plain)):
+                return None
+        return check(info, args, kwargs, *rest)
+
+    dispatch_plain._check = unless_zero  # type: ignore[assignment]
 
 
 def _patch_store() -> None:

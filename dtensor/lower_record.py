@@ -39,6 +39,10 @@ __all__ = ["LowerError", "Recorder", "refuse", "tensors_in"]
 aten = torch.ops.aten
 _SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh"})
 """Ops that give their input again, as far as values go."""
+_ZEROS = frozenset(
+    f"aten::{n}" for n in "zeros expand view _unsafe_view clone cat stack t transpose unsqueeze slice".split()
+)
+"""Zeros, and ops that make zeros of zeros."""
 
 
 class LowerError(LayoutError):
@@ -129,6 +133,19 @@ class Recorder(TorchDispatchMode):
                     item.meta["call"], item.meta["val"] = self.call, t
                     self.know(t, item)
         return node
+
+    def is_zero(self, t: torch.Tensor) -> bool:
+        """True for zeros made as such, rearranged perhaps, and never written to: the same on all ranks."""
+        known = self.nodes.get(id(t))
+        if known is None or t.untyped_storage()._cdata in self.storages:
+            return False
+        left = [known[1]]
+        while left:
+            node = left.pop()
+            if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _ZEROS:
+                return False
+            left += node.all_input_nodes
+        return True
 
     # ------------------------------------------------------------ what runs
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

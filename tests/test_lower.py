@@ -409,6 +409,23 @@ def test_a_parallelized_module_with_plain_parameters() -> None:
             assert_close(a, b)
 
 
+def test_zeros_that_autograd_makes() -> None:
+    """The gradient of parts of which some are not used, and nothing that only looks like it."""
+
+    def f(mesh: Any) -> None:
+        x = [distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(1)]).requires_grad_() for _ in range(2)]
+
+        def step(x: DTensor) -> torch.Tensor:
+            return torch.autograd.grad(x.split(2)[1].square().sum() + x.unbind(0)[0].sum(), x)[0]
+
+        assert_close(full(dtensor.lower(step, x[1])(x[1])), full(step(x[0])))
+        rank = float(mesh.get_rank())
+        with pytest.raises(RuntimeError):  # may differ from rank to rank
+            dtensor.lower(lambda x: x + torch.full((6, 2), rank), x[1])
+
+    on((2,), f)
+
+
 def test_hooks_are_seen() -> None:
     def f(mesh: Any) -> None:
         w = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
