@@ -93,6 +93,11 @@ class _InParts:
         finally:
             del self.__dict__[RUNNING]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For copies and pickle: without what was handed out, whose changes belong to this module alone."""
+        _settle(self)
+        return _empty, (type(self).__mro__[2],), dict(self.__dict__)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         own: dict[str, Any] = {}
         _settle(self)
@@ -186,6 +191,12 @@ def _by_rank(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 _made: dict[type, type[nn.Module]] = {}
+
+
+def _empty(cls: type[nn.Module]) -> nn.Module:
+    """A module of the subclass for `cls`, to be given its state."""
+    made = _in_parts(cls)
+    return made.__new__(made)
 
 
 def _in_parts(cls: type[nn.Module]) -> type[nn.Module]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from laws import rand
-from test_parallel_styles import grads_match, kinds, on_ranks, same, seeded
+from test_parallel_styles import grads_match, kinds, on_ranks, same, seeded, whole
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
@@ -238,5 +238,24 @@ def test_bad_sizes_and_a_shared_parameter() -> None:
         equal = PackedColwiseParallel((4, 4, 4))
         parallelize_module(net, mesh, {"0": equal, "1": equal})
         assert net[0].weight is net[1].weight
+
+    on_ranks(f, 2)
+
+
+def test_copies_are_modules_of_their_own() -> None:
+    """Also after the whole weight was read, which the module remembers."""
+
+    def f(mesh: DeviceMesh) -> None:
+        layer: Any = parallelize_module(seeded(lambda: nn.Linear(4, 14)), mesh, PackedColwiseParallel((2, 6, 6)))
+        before = layer.weight.detach().clone()
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        others: list[Any] = [copy.deepcopy(layer), torch.optim.swa_utils.AveragedModel(layer).module]
+        for other in others:
+            same(other.weight, whole(before) * 2)
+            with torch.no_grad():
+                other.weight.zero_()
+            assert other(rand(3, 4)).shape == (3, 7)
+        same(layer.weight, whole(before) * 2)
 
     on_ranks(f, 2)
