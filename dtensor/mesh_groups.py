@@ -114,6 +114,11 @@ class MeshGroups(MeshGeometry):
         """One process group for each axis, in order."""
         return [self.get_group(i) for i in range(self.ndim)]
 
+    @property
+    def _dim_group_names(self) -> list[str]:
+        """The name of each axis's process group, which torch's functional collectives take from a mesh."""
+        return [str(group.group_name) for group in self.get_all_groups()]
+
     def comm(self, axes: AxisRef | tuple[AxisRef, ...] | None = None) -> Communicator:
         """The communicator along one axis, or along several flattened into one, row-major in the order given.
 

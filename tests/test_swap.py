@@ -75,6 +75,7 @@ torch.neg(torch.Tensor._make_wrapper_subclass(Probe, (2,)))
 # on one process
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+assert torch.distributed._functional_collectives.all_reduce(torch.ones(2), "sum", mesh).tolist() == [1.0, 1.0]
 x = dt.distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [dt.Shard(0)])
 assert type(x) is DTensor
 assert torch.equal(DTensor(x.to_local(), x._spec, requires_grad=False).full_tensor(), x.to_local())
@@ -102,7 +103,8 @@ refused(lambda: context_parallel(mesh, buffers=[], buffer_seq_dims=[]).__enter__
 refused(lambda: ExplicitRedistributionContext(), "ExplicitRedistributionContext", "CommDebugMode")
 refused(lambda: DTensorSpec(mesh, (dt.Shard(0),)), "tensor_meta")
 net = tp.parallelize_module(torch.nn.Linear(2, 2), mesh, tp.ColwiseParallel())
-refused(lambda: torch.distributed.tensor.parallel.ddp._pre_dp_module_transform(net), "_module_transform", "DTensor")
+from torch.distributed.tensor.parallel.ddp import _get_submodule_n_params
+refused(lambda: _get_submodule_n_params(net, "weight"), "_get_submodule_n_params", "DTensor")
 
 # compiled: torch's compiler takes our class for what it is, a tensor subclass
 @torch.compile(backend="aot_eager", fullgraph=True)

@@ -72,6 +72,10 @@ OURS: dict[str, dict[str, str]] = {
             "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module",
         )
     },
+    f"{_TENSOR}.parallel.ddp": {
+        name: f"dtensor.swap.data_parallel:{name}"
+        for name in ("_localize_dtensor", "_pre_dp_module_transform", "_reconstruct_dtensor")
+    },
     f"{_TENSOR}.parallel.input_reshard": {"input_reshard": "parallel:input_reshard"},
     f"{_TENSOR}.experimental": {
         name: f"dtensor.experimental:{name}" for name in ("implicit_replication", "local_map", "register_sharding")

@@ -3,14 +3,14 @@
 import socket
 import tempfile
 
-import fully_sharded
+import data_parallel
 import tensor_parallel
 import torch.multiprocessing as mp
 
 
 def run(rank, world, ports, folder):
     tensor_parallel.run(rank, world, ports[0], folder)
-    fully_sharded.run(rank, world, ports[1])
+    data_parallel.run(rank, world, ports[1])
 
 
 if __name__ == "__main__":

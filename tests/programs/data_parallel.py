@@ -1,6 +1,6 @@
-"""A program as people have it, on torch's names alone: `fully_shard`, alone and over tensor parallelism; 2 processes.
+"""A program as people have it, on torch's names alone: `fully_shard` and DDP, over tensor parallelism too; 2 processes.
 
-    python -m dtensor.swap tests/programs/fully_sharded.py        [number of processes]
+    python -m dtensor.swap tests/programs/data_parallel.py        [number of processes]
 
 Each process holds its results to the same model in one process, uneven sizes included.
 """
@@ -11,6 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 
 def made(width, hidden):
@@ -61,6 +63,25 @@ def case(dp, tp, width=10, hidden=12, low=False, **options):
             torch.testing.assert_close(state[name]["exp_avg"], its.state_dict()["state"][i]["exp_avg"], **exact)
 
 
+def replicated(dp, tp):
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    plain, model = made(10, 12), made(10, 12)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    whole = torch.randn(3, 4 * dp, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mine = whole.chunk(dp, 1)[mesh.get_local_rank("dp")]
+    ours, its = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    for x, y in zip(mine, whole):
+        for net, batch, optimizer in ((model, x, ours), (plain, y, its)):
+            net(batch).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(list(model.parameters())) == len(list(plain.parameters()))
+    torch.testing.assert_close(model(mine[0]), plain(mine[0]), rtol=1e-9, atol=1e-9)
+    total = funcol.all_reduce(torch.ones(3), "sum", mesh["dp"])
+    assert total.tolist() == [dp] * 3 == funcol.all_reduce(torch.ones(3), "sum", (mesh, 0)).tolist()
+
+
 def run(rank, world, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -71,6 +92,8 @@ def run(rank, world, port):
     case(world, 1, low=True)
     case(half, 2, width=9, hidden=13)
     case(half, 2, foreach=False)
+    replicated(half, 2)
+    replicated(world, 1)
     if rank == 0:
         print("engine", DTensor.__module__)
     dist.destroy_process_group()
