@@ -20,15 +20,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from dtensor import DTensor
 from parallel.kinds import kind_of
 from parallel.rehearsal import leaves
 
-__all__ = ["INPUT", "Layer", "Trace"]
+__all__ = ["INPUT", "Layer", "Trace", "called"]
 
 INPUT = "<input>"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul", "aten::linear")
+VIEWS = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
+SAME = ("aten::detach", "aten::alias", "aten::clone", "aten::lift_fresh", "aten::contiguous")
+"""Operators that give what they are given; whether they run depends on strides and on gradients."""
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -58,6 +64,7 @@ class Trace(TorchDispatchMode):
     Attributes:
         layers: by path, in the order of their first calls.
         ops: what ran outside of layers: operators with their numbers that are no sizes.
+        shapes: of what each operator outside of layers gave, in order; of a DTensor, its local shape.
         outputs: origins of the model's outputs, after `finish`.
     """
 
@@ -65,6 +72,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.layers: dict[str, Layer] = {}
         self.ops: set[tuple[object, ...]] = set()
+        self.shapes: list[tuple[str, Shapes]] = []
         self.outputs: frozenset[str] = frozenset()
         self._origins: dict[int, frozenset[str]] = {}
         self._alive: list[object] = []
@@ -93,6 +101,20 @@ class Trace(TorchDispatchMode):
         """Note where the outputs come from."""
         self.outputs = self._of(output)
 
+    def unlike(self, other: Trace) -> str:
+        """The first operator outside of layers that gave other local shapes in `other`, told; "" where none did.
+
+        One number in the code can mean two things: `view(b, t, heads, -1)` of a cut tensor gives a DTensor heads / k
+        heads on each rank, and of that rank's piece it makes all `heads`, each of a k-th of the width.
+        """
+        for (name, mine), (theirs, shapes) in zip(self.shapes, other.shapes, strict=False):
+            if name != theirs:
+                return f"{theirs} would run where {name} is meant"
+            if mine != shapes:
+                got, want = (" and ".join(str(list(x)) for x in y) for y in (shapes, mine))
+                return f"{name} would give {got} where {want} is meant"
+        return "" if len(self.shapes) == len(other.shapes) else "other operators would run"
+
     # ------------------------------------------------------------ layers
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, kwargs: object) -> None:
@@ -114,7 +136,7 @@ class Trace(TorchDispatchMode):
         if self._inside:
             self._product(func, args)
             return out
-        self.ops.add((func.name(), *_numbers(func, args, kwargs)))
+        self._note(func, args, kwargs, out)
         origins = self._of((args, kwargs))
         for x in leaves(out):
             self._set(x, origins | self._of(x))
@@ -123,6 +145,14 @@ class Trace(TorchDispatchMode):
         if len(origins) == 1 and args and isinstance(args[0], torch.Tensor):
             self._taken_apart(func, args[0], out, next(iter(origins)))
         return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func.name()
+        self.ops.add((name, *(_constant(args[0]) if name == "aten::lift_fresh" else _numbers(func, args, kwargs))))
+        if name in SAME or name.startswith("prim::"):
+            return
+        local = (x._local_tensor if isinstance(x, DTensor) else x for x in leaves(out))
+        self.shapes.append((called(name), tuple(tuple(x.shape) for x in local)))
 
     def _product(self, func: Any, args: Any) -> None:
         """A module that is none of torch's: does it multiply by its weight, and which way does that lie?"""
@@ -181,6 +211,20 @@ def _storage(x: torch.Tensor) -> int:
         return int(x.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return id(x)
+
+
+def called(operator: str) -> str:
+    """The name to tell an operator by; views have one."""
+    known = {"aten::lift_fresh": "torch.tensor", **dict.fromkeys(VIEWS, "view")}
+    return known.get(operator) or operator.removeprefix("aten::").partition(".")[0]
+
+
+def _constant(x: torch.Tensor) -> list[object]:
+    """The values of a tensor made of numbers, before it becomes one without values."""
+    if type(x) is not torch.Tensor or x.is_meta:
+        return []
+    with _disable_current_modes():
+        return x.flatten().tolist()
 
 
 def _numbers(func: Any, args: Any, kwargs: Any) -> Iterator[object]:

@@ -3,7 +3,8 @@
 A group is tried three times, on all layers that are alike at once:
 
     1. with DTensors from the columns to the row: nothing may be sent on the way
-    2. with plain local tensors: the model must run, and but for sizes compute what it computes in one process
+    2. with plain local tensors: the model must run, but for sizes compute what it computes in one process, and do so
+       on the shapes that the DTensors had locally, operator by operator
     3. with DTensors and no help: the model must run
 
 Layers with parameters between them (a norm of each head) get those replicated, and their gradients summed: they see
@@ -29,7 +30,7 @@ from parallel.plan import find, parallelize_module
 from parallel.rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, rehearse, split_example
 from parallel.sequence import SequenceParallel
 from parallel.style import ParallelStyle
-from parallel.trace import Layer, Trace
+from parallel.trace import Layer, Trace, called
 
 __all__ = ["Trial"]
 
@@ -80,7 +81,7 @@ class Trial:
         group, names = groups[0], names_of(self.model, groups)
         try:
             with implicit_replication():
-                _, run = self._run(_styles(group, names, local=False, cut=None), frozen=True)
+                meant, run = self._run(_styles(group, names, local=False, cut=None), frozen=True)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             return None, str(error).partition("\n")[0]
         if run.error is not None:
@@ -88,19 +89,40 @@ class Trial:
         cut, why = self._cut_dims(run, group, names)
         if why:
             return None, why
-        for local in (True, False):
-            styles = _styles(group, names, local, cut)
-            trace, run = self._run(styles)
-            if run.error is None and self._same_shapes(run) and (not local or trace.ops <= self.plain.ops):
-                return styles, _told(group)
-        return None, f"{run.error[0] or 'the model' if run.error else 'the model'} does not run on cut features"
+        styles = _styles(group, names, True, cut)
+        unfit = self._unfit(styles, meant)
+        if not unfit:
+            return styles, _told(group)
+        styles = _styles(group, names, False, cut)
+        _, run = self._run(styles)
+        if run.error is None and self._same_shapes(run):
+            return styles, f"{_told(group)}, with DTensors between them: on plain local tensors {unfit}"
+        where, raised = run.error or ("", None)
+        why = "gives other shapes" if raised is None else f"raises {type(raised).__name__}"
+        return None, f"{where or 'the model'} {why} on DTensors; on plain local tensors {unfit}"
+
+    def _unfit(self, styles: Styles, meant: Trace) -> str:
+        """Why plain local tensors will not do, where DTensors ran as `meant`; "" where they will."""
+        trace, run = self._run(styles)
+        if run.error is not None:
+            return f"{run.error[0] or 'the model'} raises {type(run.error[1]).__name__}"
+        if not self._same_shapes(run):
+            return "the outputs would have other shapes"
+        if not trace.ops <= self.plain.ops:
+            name = min(str(op[0]) for op in trace.ops - self.plain.ops)
+            known = any(name == op[0] for op in self.plain.ops)
+            return f"{called(name)} would {'take other numbers' if known else 'run, which it does not in one process'}"
+        if meant.unlike(trace):
+            trace, _ = self._run(styles, frozen=True)  # as `meant` was: gradients change what some operators do
+        return meant.unlike(trace)
 
     # ------------------------------------------------------------ runs
     def _run(self, plan: Styles, frozen: bool = False) -> tuple[Trace, Rehearsal]:
         net, trace = self.stage.copy(self.model), Trace()
         if frozen:
             net.requires_grad_(False)
-        with self.stage.entered(self.mesh) as fake:
+        with torch.random.fork_rng(devices=[]), self.stage.entered(self.mesh) as fake:
+            torch.default_generator.manual_seed(0)
             if plan:
                 net = parallelize_module(net, fake, plan, src_data_rank=None, axis=self.axis, others=self.others)
             inputs = map_tensors(self.example, self.stage.tensor)

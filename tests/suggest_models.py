@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -166,6 +168,24 @@ class ViTAttention(nn.Module):
         q, k, v = self.qkv(x).reshape(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(-1) @ v
         return self.o(mixed.transpose(1, 2).reshape(b, t, c))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """`heads` makes heads of a projection; "sdpa" scales by the width of what it is given."""
+
+    def __init__(self, heads: Callable[[torch.Tensor], torch.Tensor], sdpa: bool = True, masked: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.heads, self.sdpa, self.masked = heads, sdpa, masked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.heads(p(x)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mask = torch.full((x.shape[1],) * 2, -1e9).triu(1) if self.masked else None
+        if self.sdpa:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            out = (q @ k.transpose(-2, -1) * 0.5).softmax(-1) @ v
+        return self.o(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class NeoXAttention(nn.Module):

@@ -13,6 +13,7 @@ from laws import ints, rand
 from suggest_models import (
     GPT,
     VOCABULARY,
+    Attention,
     GateUp,
     Llama,
     NeoXAttention,
@@ -108,6 +109,13 @@ BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool | None]] =
     "scan": (lambda h: h.cumsum(-1), None),
     "turned round": (lambda h: h.flip(-1), None),
     "width in the code": (lambda h: h.view(-1, 16).relu(), False),
+    "its own width in a tensor": (lambda h: h / torch.tensor(float(h.shape[-1])), False),
+    "another way for another width": (lambda h: h.relu() if h.shape[-1] == 16 else h.sigmoid(), False),
+    "softmax of groups by number": (lambda h: h.unflatten(-1, (4, -1)).softmax(-1).flatten(-2), False),
+    "norm of groups by number": (lambda h: nn.functional.normalize(h.view(4, 4, -1), dim=-1).flatten(-2), False),
+    "scan of groups by number": (lambda h: h.view(-1, 4, h.shape[-1] // 4).cumsum(-1).flatten(-2), False),
+    "groups by width": (lambda h: h.unflatten(-1, (-1, 4)).softmax(-1).flatten(-2), True),
+    "a plain tensor of its width": (lambda h: h * torch.linspace(0.0, 1.0, h.shape[-1]), None),
 }
 
 
@@ -126,6 +134,53 @@ def test_what_stands_between(between: Callable[[torch.Tensor], torch.Tensor], lo
         same(net(rand(4, 8)), ref(rand(4, 8)))
 
     on_ranks(f, 2)
+
+
+BY_NUMBER, BY_WIDTH = (lambda h: h.view(*h.shape[:2], 4, -1)), (lambda h: h.view(*h.shape[:2], -1, 4))
+HEADS: dict[str, tuple[Callable[[], nn.Module], bool | None]] = {
+    "by number": (lambda: Attention(BY_NUMBER), False),
+    "by number, unflatten": (lambda: Attention(lambda h: h.unflatten(-1, (4, -1))), False),
+    "by number, products": (lambda: Attention(BY_NUMBER, sdpa=False), False),
+    "by number, masked": (lambda: Attention(BY_NUMBER, masked=True), None),
+    "by width": (lambda: Attention(BY_WIDTH), True),
+    "by width, products": (lambda: Attention(BY_WIDTH, sdpa=False), True),
+    "by width, masked": (lambda: Attention(BY_WIDTH, masked=True), True),
+}
+
+
+@pytest.mark.parametrize(("make", "local"), HEADS.values(), ids=HEADS)
+def test_heads(make: Callable[[], nn.Module], local: bool | None) -> None:
+    """`view(b, t, heads, -1)` of a rank's piece makes all heads, each too narrow: there DTensors, and it is told."""
+
+    def f(mesh: DeviceMesh) -> None:
+        ref = seeded(make)
+        plan = suggest_plan(ref, mesh, rand(2, 3, 16))
+        told = "on plain local tensors view would give [2, 3, 4, 2] where [2, 3, 2, 4] is meant"
+        assert (told in repr(plan)) is (local is not True)
+        assert set(plan) == (set() if local is None else set("qkvo")) and repr(read(repr(plan))) == str(dict(plan))
+        assert all(plan[name].use_local_output is local for name in "qkv" if plan)  # type: ignore[attr-defined]
+        net = parallelize_module(copy.deepcopy(ref), mesh, plan)
+        x, y = rand(2, 3, 16).requires_grad_(), rand(2, 3, 16).requires_grad_()
+        same(net(x), ref(y))
+        net(x).square().sum().backward()
+        ref(y).square().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-5)
+
+    on_ranks(f, 2)
+
+
+def test_random_numbers_are_left_alone() -> None:
+    class Noisy(Between):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = (x + torch.randn_like(x) > 0).nonzero()  # forward reads values, another number in each run
+            return super().forward(x[found[:, 0]])  # type: ignore[no-any-return]
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        net, x = Noisy(torch.relu), rand(4, 8)
+        before = torch.get_rng_state()
+        plan = suggest_plan(net, mesh, x)
+        assert repr(plan["a"]) == "ColwiseParallel()" and torch.equal(torch.get_rng_state(), before)
 
 
 PACKED: dict[type[nn.Module], str] = {
