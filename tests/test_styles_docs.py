@@ -161,7 +161,8 @@ def measured(case: Case, mesh: DeviceMesh) -> str:
         local.sum().backward()
     out = str(y._spec) if isinstance(y, DTensor) else f"plain {list(y.shape)}"
     grads = ", ".join(dict.fromkeys(_short(p.grad) for p in net.parameters())) or "none"
-    return f"| {label} | {list(x.shape)} | {sent(init) or 'nothing'} | {_sent(forward)} | {out} | {_sent(backward)} | {grads} |\n"
+    cells = (label, list(x.shape), sent(init) or "nothing", _sent(forward), out, _sent(backward), grads)
+    return "".join(f"| {c} " for c in cells) + "|\n"
 
 
 def _short(grad: torch.Tensor | None) -> str:
