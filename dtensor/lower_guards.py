@@ -7,6 +7,7 @@ itself are the same objects at every call, those among the arguments are put int
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,6 +113,11 @@ class Variant:
                 "a program that changes what it looks at", self._reach.first_change(),
                 "only tensors change inside a lowered program", "change it outside, or make it a tensor",
             )  # fmt: skip
+
+    @property
+    def found_late(self) -> bool:
+        """True where the trace has imported modules that were not there when it began: a second trace knows them."""
+        return any(name in sys.modules for name in self._reach.late)
 
     # ------------------------------------------------------------ guards
     def suits(self, leaves: Sequence[Any], structure: Any, now: tuple[Any, ...]) -> bool:

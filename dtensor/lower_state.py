@@ -1,29 +1,36 @@
 """What a program can reach besides its arguments: parameters, buffers, optimizer state, and the values it looks at.
 
-`reach(roots)` follows functions (closures, defaults, the globals and the attributes of modules that their code names),
-methods, properties and class attributes, partials, modules, optimizers and schedulers, containers, and objects of the
-user's own classes, and finds
+`reach(roots)` follows functions (closures, defaults, attributes, and what their code names: `dtensor.lower_names`),
+methods, properties and class attributes, partials, modules, optimizers and schedulers, containers, weak references,
+context variables, the environment where code names it, and objects of the user's own classes, and finds
 
     dtensors, plain    DTensors, each once, and plain tensors with the place that holds them
     same, equal        (container, key, value): places that must hold the same object, or an equal number, for a program
-                       that was traced to be the right one still; lengths: containers that must be as long
+                       that was traced to be the right one still; lengths: containers that must be as long;
+                       functions: what they are made of (`dtensor.lower_places`)
     boxes              dicts and lists, so that what a trace did to them can be undone, and done again with real tensors
                        at every call
 
+Of a module's namespace (`import config`) what code names is watched; of modules that code hands on, or objects hold,
+what any of the code names, or everything where some code makes up names (`getattr(module, name)`).
+
 Not followed is the code of torch, Python's library and this project. Iterators, and arrays of other libraries that are
-too large to be compared at every call, are refused. Beyond reach are names made up while a program runs (`getattr(x,
-name)` on a module, `globals()[name]`), files, the environment and the clock.
+too large to be compared at every call, are refused. Beyond reach are files, the clock, a module that is found by a name
+made up while a program runs, and what code in C keeps to itself (a `functools` cache that is cleared).
 """
 
 from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import functools
 import inspect
 import operator
-import sys
+import os
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +39,11 @@ import numpy
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.lower_namespaces import Namespaces, from_known, known
+from dtensor.lower_places import Attributes, Cell, Content, Current, Target, equal
 from dtensor.lower_record import LowerError, refuse
 
-__all__ = ["Place", "Reach", "read", "reach"]
+__all__ = ["VALUES", "Place", "Reach", "equal", "read", "reach"]
 
 Place = tuple[Any, Any]
 """A container and the key in it."""
@@ -43,7 +52,8 @@ VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 FOLLOWED = (
     types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
-    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.LRScheduler, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
+    weakref.WeakSet,
 )  # fmt: skip
 """Classes of torch's and Python's whose objects are followed like the user's."""
 MAX_PLACES = 200_000
@@ -58,56 +68,26 @@ def read(place: Place) -> Any:
 
 
 @dataclass
-class Reach:
+class Reach(Namespaces):
     """What was found; see the module's text."""
 
     dtensors: list[Any] = field(default_factory=list)
     plain: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
-    same: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    equal: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    lengths: list[tuple[Any, int]] = field(default_factory=list)
     boxes: list[Any] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    _seen: dict[int, Any] = field(default_factory=dict)
-    _modules: set[tuple[int, int]] = field(default_factory=set)
-
-    def holds(self) -> bool:
-        """True while all places hold what they held."""
-        try:
-            for box, n in self.lengths:  # first, as a missing key may be made by asking for it
-                if len(box) != n:
-                    return False
-            for box, key, value in self.same:
-                if box[key] is not value:
-                    return False
-            for box, key, value in self.equal:
-                now = box[key]
-                if now is not value and not equal(now, value):
-                    return False
-        except (KeyError, IndexError, ValueError):
-            return False
-        return True
-
-    def first_change(self) -> str:
-        """Which watched value is another now, for a message."""
-        for box, n in self.lengths:
-            if len(box) != n:
-                return f"a container had {n} entries and has {len(box)}"
-        for places in (self.same, self.equal):
-            for box, key, value in places:
-                try:
-                    now = box[key]
-                except (KeyError, IndexError, ValueError):
-                    return f"{key!r} is gone"
-                if now is not value and (places is self.same or not equal(now, value)):
-                    return f"{key!r} was {_short(value)} and is {_short(now)}"
-        return "nothing"
 
     # ------------------------------------------------------------ following
     def follow(self, obj: Any) -> None:
         """Find what `obj` leads to."""
-        if isinstance(obj, VALUES) or id(obj) in self._seen or len(self._seen) > MAX_PLACES:
+        if type(obj) in weakref.ProxyTypes:
+            obj = obj.__init__.__self__
+        if isinstance(obj, VALUES) or id(obj) in self._seen:
             return
+        if len(self._seen) > MAX_PLACES:
+            raise refuse(
+                "a function that can reach too much to be watched", f"{len(self._seen)} objects",
+                f"{MAX_PLACES} at most", "keep data sets and the like out of the step's closure and arguments",
+            )  # fmt: skip
         self._seen[id(obj)] = obj
         if isinstance(obj, hot._DTensor):
             self.dtensors.append(obj)
@@ -121,15 +101,26 @@ class Reach:
             self.optimizers.append(obj)
             self._box(obj.param_groups)
             self._box(obj.state)
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                self._watch(vars(obj)[hooks])
+            self._subclass(obj, _OF_OPTIMIZERS)
+        elif obj is os.environ:
+            self.equal.append((Content(obj, _variables), 0, _variables(obj)))
         elif isinstance(obj, (dict, list)):
             self._box(obj)
+            self._subclass(obj)
+            if isinstance(obj, collections.defaultdict):
+                self.follow(obj.default_factory)
         elif isinstance(obj, (collections.deque, types.MappingProxyType)):
             self._watch(obj)
+            self._subclass(obj)
         elif isinstance(obj, (set, frozenset)):
             self.equal.append((Content(obj, frozenset), 0, frozenset(obj)))
             self._all(obj)
+            self._subclass(obj)
         elif isinstance(obj, tuple):
             self._all(obj)
+            self._subclass(obj)
         else:
             self._other(obj)
 
@@ -147,18 +138,25 @@ class Reach:
             self._all((obj.__self__, obj.__func__))
         elif isinstance(obj, types.FunctionType):
             self._function(obj)
+        elif isinstance(obj, types.ModuleType):
+            self._module_whole(obj)
+        elif isinstance(obj, weakref.ref):
+            self._target(obj)
+        elif isinstance(obj, contextvars.ContextVar):
+            self._place(Current(obj), 0)
         elif isinstance(obj, (property, staticmethod, classmethod, functools.cached_property)) or callable(
-            getattr(obj, "__wrapped__", None)
+            inspect.getattr_static(obj, "__wrapped__", None)
         ):
             for name in ("fget", "func", "__func__", "__wrapped__"):
-                self.follow(getattr(obj, name, None))
+                if inspect.getattr_static(obj, name, None) is not None:
+                    self.follow(getattr(obj, name))
         elif isinstance(obj, VIEWS):
             self.follow(obj.mapping)
         elif isinstance(obj, (numpy.ndarray, bytearray, array.array)):
             self._bytes(obj)
         elif isinstance(obj, Iterator):
             raise refuse_reached(obj, "an iterator goes on with every use", "pass what it gives as an argument")
-        elif not _known(type(obj)) or isinstance(obj, FOLLOWED):
+        elif not known(type(obj)) or isinstance(obj, FOLLOWED):
             self._object(obj)
 
     def _bytes(self, obj: Any) -> None:
@@ -171,18 +169,38 @@ class Reach:
     def _object(self, obj: Any) -> None:
         """An object of the user's: its class, its attributes, its slots."""
         self.follow(type(obj))
-        if isinstance(getattr(obj, "__dict__", None), dict):
-            self._box(obj.__dict__)
+        own = Attributes(obj)["__dict__"]
+        if isinstance(obj, threading.local):  # every thread has another
+            self.same.append((Content(obj, vars), 0, vars(obj)))
+            self._box(vars(obj))
+        elif isinstance(own, dict):
+            self._box(own)
         for c in type(obj).__mro__:
-            slots = vars(c).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
-                    self._place(Attributes(obj), name)
+            for name, member in vars(c).items():
+                if isinstance(member, types.MemberDescriptorType) and not known(c):
+                    self._place(Attributes(obj, member), name)
+
+    def _subclass(self, obj: Any, without: frozenset[str] = frozenset()) -> None:
+        """What an object of a class of the user's has besides what its base has: the class and attributes."""
+        if known(type(obj)):
+            return
+        self.follow(type(obj))
+        own = Attributes(obj)["__dict__"]
+        for key in list(own) if isinstance(own, dict) else ():
+            if key not in without:
+                self._place(own, key)
+
+    def _target(self, ref: weakref.ref[Any]) -> None:
+        """What a weak reference leads to; tensors that only it leads to are not taken for the program's."""
+        target = ref()
+        self.same.append((Target(ref), 0, target))
+        if not isinstance(target, torch.Tensor):
+            self.follow(target)
 
     def _class(self, cls: type) -> None:
         """The functions and values of a class of the user's and of those that it derives from."""
         for c in cls.__mro__:
-            if not _known(c):
+            if not known(c):
                 for name, value in vars(c).items():
                     if name not in _BORING and not isinstance(
                         value, (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -190,35 +208,23 @@ class Reach:
                         self._place(vars(c), name)
 
     def _function(self, f: types.FunctionType) -> None:
-        if _known(f):
+        if known(f):
             inner = inspect.unwrap(f)
-            if inner is f or _known(inner):
+            if inner is f or known(inner):
                 return
         for cell in f.__closure__ or ():
             try:
                 self._place(Cell(cell), 0)
             except ValueError:  # an empty cell
                 continue
-        self._all((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
-        names = set(_names(f.__code__))
-        for name in names & f.__globals__.keys():
-            value = f.__globals__[name]
-            if isinstance(value, types.ModuleType):
-                self._names_of(value, names)
-            else:
-                self._place(f.__globals__, name)
-
-    def _names_of(self, module: types.ModuleType, names: set[str]) -> None:
-        """What code that names `module` may read of it: attributes that have a name of the code's."""
-        if module.__name__.partition(".")[0] in _KNOWN or (id(module), len(names)) in self._modules:
-            return
-        self._modules.add((id(module), len(names)))
-        for name in names & vars(module).keys():
-            value = vars(module)[name]
-            if isinstance(value, types.ModuleType):
-                self._names_of(value, names)
-            else:
-                self._place(vars(module), name)
+        for get, functions, values in self.functions:
+            if get(f) is not None:
+                functions.append(f)
+                values.append(get(f))
+        self._all((f.__defaults__, f.__kwdefaults__))
+        if f.__dict__:
+            self._box(f.__dict__)
+        self._code_of(f)
 
     def _module(self, m: torch.nn.Module) -> None:
         self.follow(type(m))
@@ -226,7 +232,7 @@ class Reach:
         self.boxes.append(own)
         self.lengths.append((own, len(own)))
         for key, value in list(own.items()):
-            if not key.startswith("_") or isinstance(value, (dict, list, *VALUES)):
+            if key not in _OF_MODULES or isinstance(value, (dict, list, *VALUES)):
                 self._place(own, key)
 
     def _box(self, box: Any) -> None:
@@ -248,84 +254,23 @@ class Reach:
             self.same.append((box, key, value))
         elif isinstance(value, VALUES):
             self.equal.append((box, key, value))
-        elif not isinstance(value, types.ModuleType):
+        elif not isinstance(value, types.ModuleType) or not from_known(value):
             self.same.append((box, key, value))
             self.follow(value)
 
 
-class Cell:
-    """A closure's cell as a container of one."""
-
-    __slots__ = ("_cell",)
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, _: int) -> Any:
-        return self._cell.cell_contents
-
-    def __setitem__(self, _: int, value: Any) -> None:
-        self._cell.cell_contents = value
-
-
-class Attributes:
-    """An object's attributes as a container."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._of, name, None)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._of, name, value)
-
-
-class Content:
-    """What `read` gives of an object, as a container of one."""
-
-    __slots__ = ("_of", "_read")
-
-    def __init__(self, of: Any, read: Callable[[Any], Any]) -> None:
-        self._of, self._read = of, read
-
-    def __getitem__(self, _: int) -> Any:
-        return self._read(self._of)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for c in code.co_consts:
-        if isinstance(c, types.CodeType):
-            yield from _names(c)
-
-
-_KNOWN = frozenset({"torch", "dtensor", "propagation_rules", "parallel", "loss", "numpy", *sys.stdlib_module_names})
-"""Packages whose code is not followed: it depends on nothing that a user changes."""
 _BORING = frozenset(
     "__module__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __qualname__ __abstractmethods__ _abc_impl "
     "__dataclass_fields__ __dataclass_params__ __match_args__ __parameters__ __orig_bases__ __hash__ __eq__".split()
 )
+_OF_MODULES = frozenset(torch.nn.Module().__dict__)
+_OF_OPTIMIZERS = frozenset(torch.optim.SGD([torch.zeros(1)]).__dict__)
+"""Attributes that torch gives to every module and optimizer."""
 
 
-def _known(obj: Any) -> bool:
-    module: str = getattr(obj, "__module__", None) or ""
-    return module.partition(".")[0] in _KNOWN
-
-
-def equal(a: Any, b: Any) -> bool:
-    """True for values that compute the same: of one type, equal, and zeros of one sign."""
-    if type(a) is not type(b):
-        return False
-    return repr(a) == repr(b) if type(a) in (float, complex) else bool(a == b)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {list(value.shape)}"
-    return repr(value)[:60]
+def _variables(environment: Any) -> dict[Any, Any]:
+    """The variables of the environment, as it holds them."""
+    return dict(environment._data)
 
 
 def refuse_reached(obj: Any, rule: str, fix: str) -> LowerError:
@@ -338,4 +283,5 @@ def reach(*roots: Any) -> Reach:
     found = Reach()
     for r in roots:
         found.follow(r)
+    found.settle()
     return found

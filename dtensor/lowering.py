@@ -18,13 +18,19 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 - plain tensors: shape, stride, dtype, device; equal tensors in equal places; other arguments: value and type;
 - whatever the function can reach (`dtensor.lower_state`): every module, parameter, buffer, hook, optimizer, container,
   method, class attribute and Python number in its arguments, closure, defaults and globals is the same object, or an
-  equal number (`module.training`, `group["lr"]`, `config.scale`, ...);
+  equal number (`module.training`, `group["lr"]`, `config.scale`, ...); so are the code of functions, what weak
+  references and context variables lead to, modules that are imported inside of a function, and the environment where
+  code names it;
 - grad mode, inference mode, autocast, the default dtype, `implicit_replication`, the cost model.
 
-All of it is the same on all ranks of a program that is, so all ranks trace again together. A function that cannot be
-traced raises `LowerError`: one that looks at values, has a random generator of its own, uses a tensor from elsewhere,
-draws from Python's or numpy's generators, or changes Python numbers. Of more than `MAX_PROGRAMS` variants those used
-last are kept, with a warning that names what changes.
+**Not seen** are changes of files and of the clock, of what code in C keeps to itself (a `functools` cache that is cleared),
+of a module that is found by a name made up at run time (`importlib.import_module(f"{name}.config")`), and of rules
+registered after the trace. A value that comes from there is that of the trace for ever: pass it as an argument.
+
+What is compared is the same on all ranks of a program that is, so all ranks trace again together. A function that
+cannot be traced raises `LowerError`: one that looks at values, has a random generator of its own, uses a tensor from
+elsewhere, draws from Python's or numpy's generators, or changes Python numbers. Of more than `MAX_PROGRAMS` variants
+those used last are kept, with a warning that names what changes.
 
 Optimizers count their steps in tensors here, as they do under `torch.compile`, so Adam's bias corrections are computed
 in float32. A learning rate that changes at every step should be a tensor.
@@ -32,6 +38,7 @@ in float32. A learning rate that changes at every step should be a tensor.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +67,9 @@ def lower(fn: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any) 
 
     Raises:
         LowerError: the function cannot be traced; the message says what stands in the way.
+
+    Later calls do not see what the function would read from files, from the clock, from code in C that keeps values, and
+    from modules that it finds by a name made up at run time: pass such values as arguments.
     """
     made = Lowered(fn)
     made._traced(example_args, example_kwargs)
@@ -73,7 +83,8 @@ class Lowered:
         self._fn = fn
         self._variants: list[Variant] = []
         self._warned = False
-        self._name = getattr(fn, "__name__", type(fn).__name__)
+        name = inspect.getattr_static(fn, "__name__", None)
+        self._name: str = name if isinstance(name, str) else fn.__name__ if inspect.isroutine(fn) else type(fn).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = flatten(args, kwargs)
@@ -97,6 +108,8 @@ class Lowered:
                 self._warned = True
             self._variants.pop()
         made = Variant(self._fn, args, kwargs)
+        if made.found_late:
+            made = Variant(self._fn, args, kwargs)
         self._variants.insert(0, made)
         return made
 
