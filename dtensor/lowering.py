@@ -23,9 +23,9 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
   code names it;
 - grad mode, inference mode, autocast, the default dtype, `implicit_replication`, the cost model.
 
-**Not seen** are changes of files and of the clock, of what code in C keeps to itself (a `functools` cache that is cleared),
-of a module that is found by a name made up at run time (`importlib.import_module(f"{name}.config")`), and of rules
-registered after the trace. A value that comes from there is that of the trace for ever: pass it as an argument.
+**Not seen** are changes of files and of the clock, of what code in C keeps to itself (a `functools` cache that is
+cleared), of a module that is found by a name made up at run time (`importlib.import_module(f"{name}.config")`), and of
+rules registered after the trace. A value that comes from there is that of the trace for ever: pass it as an argument.
 
 What is compared is the same on all ranks of a program that is, so all ranks trace again together. A function that
 cannot be traced raises `LowerError`: one that looks at values, has a random generator of its own, uses a tensor from
@@ -68,8 +68,8 @@ def lower(fn: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any) 
     Raises:
         LowerError: the function cannot be traced; the message says what stands in the way.
 
-    Later calls do not see what the function would read from files, from the clock, from code in C that keeps values, and
-    from modules that it finds by a name made up at run time: pass such values as arguments.
+    Later calls do not see what the function would read from files, from the clock, from code in C that keeps values,
+    and from modules that it finds by a name made up at run time: pass such values as arguments.
     """
     made = Lowered(fn)
     made._traced(example_args, example_kwargs)
