@@ -144,6 +144,8 @@ class Reach(Namespaces):
             self._target(obj)
         elif isinstance(obj, contextvars.ContextVar):
             self._place(Current(obj), 0)
+        elif isinstance(obj, functools.singledispatchmethod):
+            self.follow(obj.dispatcher)
         elif isinstance(obj, (property, staticmethod, classmethod, functools.cached_property)) or callable(
             inspect.getattr_static(obj, "__wrapped__", None)
         ):
@@ -212,6 +214,9 @@ class Reach(Namespaces):
             inner = inspect.unwrap(f)
             if inner is f or known(inner):
                 return
+        if f.__code__.co_filename == functools.__file__ and "registry" in f.__dict__:  # singledispatch: has a cache
+            self.follow(f.__dict__["registry"])
+            return
         for cell in f.__closure__ or ():
             try:
                 self._place(Cell(cell), 0)
@@ -228,6 +233,10 @@ class Reach(Namespaces):
 
     def _module(self, m: torch.nn.Module) -> None:
         self.follow(type(m))
+        for hooks in _HOOKS:
+            if id(hooks) not in self._seen:
+                self._seen[id(hooks)] = hooks
+                self._watch(hooks)
         own = m.__dict__
         self.boxes.append(own)
         self.lengths.append((own, len(own)))
@@ -263,6 +272,8 @@ _BORING = frozenset(
     "__module__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __qualname__ __abstractmethods__ _abc_impl "
     "__dataclass_fields__ __dataclass_params__ __match_args__ __parameters__ __orig_bases__ __hash__ __eq__".split()
 )
+_HOOKS = [d for n, d in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(d, dict)]
+"""Hooks of all modules."""
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _OF_OPTIMIZERS = frozenset(torch.optim.SGD([torch.zeros(1)]).__dict__)
 """Attributes that torch gives to every module and optimizer."""

@@ -204,6 +204,13 @@ def through_functions() -> Iterator[Case]:
 
     attributed.k = 2.0  # type: ignore[attr-defined]
 
+    class Chosen:
+        @functools.singledispatchmethod
+        def chosen(self, k: Any) -> float:
+            return 2.0
+
+    chosen, pick = Chosen(), functools.singledispatch(lambda k: 2.0)
+
     def fresh() -> None:
         set_g()
         cached.cache_clear()
@@ -214,6 +221,12 @@ def through_functions() -> Iterator[Case]:
     yield "keyword changed", lambda x: keyword(x), lambda: cast(Any, keyword).__kwdefaults__.update(k=7.0)
     yield "attribute", attributed, lambda: setattr(attributed, "k", 5.0)
     yield "other code", lambda x: twice(x), lambda: setattr(twice, "__code__", (lambda x: x * 5.0).__code__)
+    yield "chosen by type", lambda x: x * pick(1), lambda: pick.register(int, lambda k: 5.0)
+    yield (
+        "method by type",
+        lambda x: x * chosen.chosen(1),
+        lambda: cast(Any, Chosen.chosen).register(int, lambda s, k: 5.0),
+    )
     yield "cached function", lambda x: x * cached(), fresh
 
 
@@ -245,6 +258,20 @@ def test_what_code_reads_is_seen(
         for name in ("LOWER_K", "LOWER_L"):
             os.environ.pop(name, None)
         sys.modules.pop("reached_late", None)
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    def f() -> None:
+        x, net = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]), nn.Identity()
+        run = dtensor.lower(net, x)
+        handle = nn.modules.module.register_module_forward_hook(lambda m, given, out: out * 5.0)
+        try:
+            assert run(x).to_local().tolist() == [5.0, 5.0]
+        finally:
+            handle.remove()
+        assert run(x).to_local().tolist() == [1.0, 1.0]
+
+    simulate(1)(f)
 
 
 def test_hooks_of_an_optimizer_are_seen() -> None:
