@@ -59,6 +59,7 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
     if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
         return False
     known = _variables(inside, t) + _variables(torchs, t) + _by_modes(modes, t)  # first, as looking leaves references
+    known += _kept_by_calls() * sum(_given(frame, t) for frame in torchs)
     unknown = sys.getrefcount(t) - fresh - known - call
     if _passed(torchs, t) or (unknown > 0 and unknown > _packed(torchs, t)):
         return False
@@ -69,7 +70,7 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
         return False
     if not torchs and _users(t) > _sole() + 1:  # some other view of the memory may be the user's
         return False
-    known = _variables(torchs, base)
+    known = _variables(torchs, base) + _kept_by_calls() * sum(_given(frame, base) for frame in torchs)
     return sys.getrefcount(base) <= base_fresh + known + call
 
 
@@ -116,16 +117,34 @@ def _packed(frames: Sequence[FrameType], t: torch.Tensor) -> int:
 
 def _passed(frames: Sequence[FrameType], t: torch.Tensor) -> bool:
     """Whether `t` came to the outermost of these frames as an argument, or inside one."""
-    if not frames:
-        return False
-    code, values = frames[-1].f_code, frames[-1].f_locals
+    return bool(frames) and _given(frames[-1], t, inside=True)
+
+
+def _given(frame: FrameType, t: torch.Tensor, inside: bool = False) -> bool:
+    """Whether `t` is an argument of the function that runs in `frame`; or `inside` one."""
+    code, values = frame.f_code, frame.f_locals
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
     for name in code.co_varnames[: count + bool(code.co_flags & CO_VARKEYWORDS)]:
         given = values.get(name)
-        inside = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else (given,)
-        if not isinstance(given, PackedSequence) and any(x is t for x in inside):
+        if given is t:
+            return True
+        box = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
+        if inside and not isinstance(given, PackedSequence) and any(x is t for x in box):
             return True
     return False
+
+
+def _kept_by_calls() -> int:
+    """References that a caller in Python keeps to an argument while the function runs.
+
+    None where the interpreter hands its stack over, one where something watches frames: `torch.compile` does, and
+    goes on to where compiling has failed.
+    """
+    return _references(object()) - 2
+
+
+def _references(x: object) -> int:
+    return sys.getrefcount(x)
 
 
 def _by_modes(frames: Sequence[FrameType], t: torch.Tensor) -> int:

@@ -287,6 +287,28 @@ def test_plain_tensors_of_torchs_own_code_count_as_replicated(name: str, fn, ten
         check_layouts(Sample(name, fn, tensors, pending=("sum",), fixed=fixed), (3,), limit=6).must_hold()
 
 
+@pytest.mark.parametrize("name", ("svd_lowrank", "pca_lowrank", "quantile", "GRU"))
+def test_and_while_something_watches_the_interpreters_frames(name: str) -> None:
+    """As `torch.compile` does, and goes on to where compiling has failed: a call then keeps what it passes."""
+    from torch._C._dynamo import eval_frame
+
+    fn, tensors = next((fn, tensors) for other, fn, tensors in MADE_BY_TORCH if other == name)
+
+    def refused(mesh) -> None:
+        x = make(X, mesh, [S0])
+        with pytest.raises(MixedTensorError):
+            torch.add(x, torch.ones(3))
+        with pytest.raises(MixedTensorError):
+            F.linear(x, rand(2, 3))
+
+    before = eval_frame.set_eval_frame(False)  # run what is compiled already, compile nothing
+    try:
+        check_layouts(Sample(name, fn, tensors, pending=("sum",)), (3,), limit=6).must_hold()
+        dtensor.simulate(2)(lambda: refused(init_device_mesh("cpu", (2,))))
+    finally:
+        eval_frame.set_eval_frame(before)
+
+
 def test_and_in_inference_mode_and_under_torchs_modes() -> None:
     def f(mesh):
         from torch.utils.flop_counter import FlopCounterMode
