@@ -36,7 +36,7 @@ def run_checks(
     if mesh.coord is None or mesh.size() == 1 or local.device.type == "meta":
         return local
     axes = tuple(a for a, k in enumerate(mesh.shape) if k > 1)
-    comm = mesh.comm(axes if len(axes) > 1 else axes[0])
+    comm = mesh.comm(axes)
     seen = [_read(t) for t in comm.all_gather(_facts(local), [(3 + 2 * MAX_DIMS,)] * comm.size)]
     _compare(comm.ranks, "dtype", [s[0] for s in seen])
     _compare(comm.ranks, "requires_grad", [s[1] for s in seen])

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor import DeviceMesh, Placement, Replicate
 
-__all__ = ["compare_inputs"]
+__all__ = ["compare_inputs", "digest"]
 
 MAX_DIMS = 8
 
@@ -29,8 +29,8 @@ def compare_inputs(x: torch.Tensor, mesh: DeviceMesh, placed: list[Placement], c
     """
     if mesh.get_coordinate() is None or mesh.size() == 1 or x.is_meta or isinstance(x, FakeTensor):
         return
-    mine = [x.ndim, *x.shape[:MAX_DIMS], *[0] * (MAX_DIMS - x.ndim), _digest(x)]
-    comm = mesh.comm(tuple(range(mesh.ndim)) if mesh.ndim > 1 else 0)
+    mine = [x.ndim, *x.shape[:MAX_DIMS], *[0] * (MAX_DIMS - x.ndim), int(digest(x))]
+    comm = mesh.comm(tuple(range(mesh.ndim)))
     facts = torch.tensor(mine, dtype=torch.int64, device=x.device)
     seen = [tuple(f.tolist()) for f in comm.all_gather(facts, [facts.shape] * comm.size)]
     grid = torch.arange(comm.size).view(tuple(mesh.shape))
@@ -64,10 +64,10 @@ def _told(call: str, ranks: tuple[int, int], axis: str, placement: Placement, wh
     )
 
 
-def _digest(x: torch.Tensor) -> int:
-    """A number that tells tensors apart: the sum of the bytes, each weighted by its place."""
+def digest(x: torch.Tensor) -> torch.Tensor:
+    """An int64 that tells tensors apart: the sum of the bytes, each weighted by its place."""
     if x.dtype.is_complex:
         x = torch.view_as_real(x.detach().resolve_conj())
     raw = x.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
     place = torch.arange(1, raw.numel() + 1, device=raw.device, dtype=torch.int64) * 2654435761
-    return int(((raw + 1) * place).sum())
+    return ((raw + 1) * place).sum()

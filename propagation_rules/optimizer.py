@@ -164,4 +164,4 @@ def _unscale(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     for mesh in meshes:
         axes = tuple(a for a, k in enumerate(mesh.shape) if k > 1)
         if axes and mesh.coord is not None:
-            local.copy_(mesh.comm(axes if len(axes) > 1 else axes[0]).all_reduce(local, "max"))
+            local.copy_(mesh.comm(axes).all_reduce(local, "max"))

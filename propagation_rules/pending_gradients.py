@@ -110,7 +110,7 @@ def _reduced(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
     axes = tuple(a for a, p in enumerate(spec.placements) if isinstance(p, Partial) and spec.mesh.shape[a] > 1)
     flat = flat.to(current_cost_model().wire.get(spec.dtype, spec.dtype))
     if axes:
-        flat = spec.mesh.comm(axes if len(axes) > 1 else axes[0]).all_reduce(flat, "sum")
+        flat = spec.mesh.comm(axes).all_reduce(flat, "sum")
     count = math.prod(k for k, p in zip(spec.mesh.shape, spec.placements, strict=True) if p.is_partial("avg"))
     return (flat.div_(count) if count > 1 else flat).to(spec.dtype)
 
