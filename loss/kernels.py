@@ -32,7 +32,7 @@ from dtensor.registry import Call, register
 from loss.rows import Classes, Runs, class_dim, finish, merge, row_gradient, row_statistics
 from propagation_rules.loss import accumulation_dtype, combine_statistics
 
-__all__ = ["Forward", "classes_of", "index_backward", "index_forward", "library"]
+__all__ = ["Forward", "all_classes", "classes_of", "index_backward", "index_forward", "library"]
 
 library = torch.library.Library("shardwright", "FRAGMENT")
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,14 +46,19 @@ def classes_of(
     return Classes(runs, count, w, ignore_index, smoothing)
 
 
+def all_classes(logits: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float) -> Classes:
+    """The classes of a call on whole logits."""
+    n = logits.shape[class_dim(logits.ndim)]
+    return classes_of(((0, n),), n, weight, logits.dtype, ignore_index, smoothing)
+
+
 # ------------------------------------------------------------ the operators on plain tensors
 def index_forward(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, per_row: bool, ignore_index: int,
     smoothing: float,
 ) -> Forward:  # fmt: skip
     """Class indices as targets: loss (rows or sum), max, log sum, [weight of the rows that count, bad targets]."""
-    n = logits.shape[class_dim(logits.ndim)]
-    classes = classes_of(((0, n),), n, weight, logits.dtype, ignore_index, smoothing)
+    classes = all_classes(logits, weight, ignore_index, smoothing)
     return finish(row_statistics(logits, target, classes), target, classes, per_row)
 
 
@@ -62,8 +67,7 @@ def index_backward(
     log_sum: torch.Tensor, ignore_index: int, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the logits."""
-    n = logits.shape[class_dim(logits.ndim)]
-    classes = classes_of(((0, n),), n, weight, logits.dtype, ignore_index, smoothing)
+    classes = all_classes(logits, weight, ignore_index, smoothing)
     return row_gradient(grad, logits, target, top, log_sum, classes)
 
 

@@ -17,7 +17,7 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from loss.kernels import Forward, classes_of, library
+from loss.kernels import Forward, all_classes, classes_of, library
 from loss.rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift
 from propagation_rules.loss import accumulation_dtype, combine_statistics, finite_top, local_max_and_sum, log_sum_exp
 
@@ -75,16 +75,11 @@ def _gradient(
 
 
 # ------------------------------------------------------------ the operators on plain tensors
-def _all_classes(logits: torch.Tensor, weight: torch.Tensor | None, smoothing: float) -> Classes:
-    n = logits.shape[class_dim(logits.ndim)]
-    return classes_of(((0, n),), n, weight, logits.dtype, -100, smoothing)
-
-
 def probability_forward(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, per_row: bool, smoothing: float
 ) -> Forward:
     """Loss (rows or sum), and max, log sum and mass of every row."""
-    return _finish(_statistics(logits, target, _all_classes(logits, weight, smoothing))[None], per_row)
+    return _finish(_statistics(logits, target, all_classes(logits, weight, -100, smoothing))[None], per_row)
 
 
 def probability_backward(
@@ -92,7 +87,7 @@ def probability_backward(
     log_sum: torch.Tensor, mass: torch.Tensor, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the logits."""
-    return _gradient(grad, logits, target, top, log_sum, mass, _all_classes(logits, weight, smoothing))
+    return _gradient(grad, logits, target, top, log_sum, mass, all_classes(logits, weight, -100, smoothing))
 
 
 library.define(

@@ -24,7 +24,7 @@ import torch
 
 from dtensor.spec import Interval
 from propagation_rules.classes import local_slots
-from propagation_rules.loss import accumulation_dtype, finite_top, local_max_and_sum
+from propagation_rules.loss import accumulation_dtype, finite_top, local_max_and_sum, merged_sums
 
 __all__ = [
     "Classes", "Runs", "along_classes", "block_gradient", "block_statistics", "blocks", "class_dim", "finish",
@@ -136,10 +136,9 @@ def block_statistics(
 
 def merge(stats: torch.Tensor) -> torch.Tensor:
     """Statistics of the union of sets of classes, from theirs, stacked in front: [sets, n, ...] to [n, ...]."""
-    tops, sums = stats[:, 0], stats[:, 1]
-    top = tops.amax(0)
-    scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
-    merged = [top, (sums * scale).sum(0), stats[:, 2].sum(0)]
+    tops = stats[:, 0]
+    top, total = merged_sums(tops, stats[:, 1])
+    merged = [top, total, stats[:, 2].sum(0)]
     if stats.shape[1] == 5:
         merged += [merged_relative(stats[:, 3], tops, stats[:, 4], top), stats[:, 4].sum(0)]
     return torch.stack(merged)

@@ -67,14 +67,20 @@ def local_max_and_sum(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Te
     return top, (x - finite_top(top)).exp_().sum(dim, keepdim=True)
 
 
+def merged_sums(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max and sum of exp(x - max) of all positions, from theirs, stacked in front."""
+    top = tops.amax(0)
+    scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
+    return top, (sums * scale).sum(0)
+
+
 def log_sum_exp(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(max, log(sum(exp(x - max)))) from the positions' maxima and sums, stacked in front.
 
     They are kept apart: added up, large logits would take the logarithm's digits.
     """
-    top = tops.amax(0)
-    scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
-    return top, (sums * scale).sum(0).log()
+    top, total = merged_sums(tops, sums)
+    return top, total.log()
 
 
 def _run_log_softmax(ctx: KernelContext) -> torch.Tensor:
