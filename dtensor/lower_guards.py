@@ -124,11 +124,7 @@ class Variant:
         """True where the program is the one for this call."""
         if now != self._surroundings or structure != self._structure or not self._reach.holds():
             return False
-        objects, plain = self._objects, self._plain
-        for at, i in self._object_leaves:
-            objects[at] = leaves[i]
-        for at, i in self._plain_leaves:
-            plain[at] = leaves[i]
+        objects, plain = self._placed(leaves)
         D = hot._DTensor
         for x, (kind, known) in zip(leaves, self._leaves, strict=True):
             if kind == "object":
@@ -169,6 +165,15 @@ class Variant:
             return False
         return all(_meta(t) == facts for t, facts in zip(plain, self._plain_facts, strict=True))
 
+    def _placed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The tensors that the program runs on, DTensors and leaves and plain ones, those of this call among them."""
+        objects, plain = self._objects, self._plain
+        for at, i in self._object_leaves:
+            objects[at] = leaves[i]
+        for at, i in self._plain_leaves:
+            plain[at] = leaves[i]
+        return objects, plain
+
     def difference(self, leaves: Sequence[Any], structure: Any) -> str:
         """What is another now than in the trace, in a few words."""
         if not self._reach.holds():
@@ -183,11 +188,7 @@ class Variant:
     # ------------------------------------------------------------ running and printing
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run the program on the tensors among the arguments."""
-        objects, plain = self._objects, self._plain
-        for at, i in self._object_leaves:
-            objects[at] = leaves[i]
-        for at, i in self._plain_leaves:
-            plain[at] = leaves[i]
+        objects, plain = self._placed(leaves)
         try:
             return self.program.run(objects, plain)
         finally:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextvars
 import operator
 import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["Attributes", "Cell", "Content", "Current", "Target", "Watched", "equal"]
+__all__ = ["Attributes", "Cell", "Content", "Current", "Watched", "equal"]
 
 
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -130,18 +129,6 @@ class Content:
 
     def __getitem__(self, _: int) -> Any:
         return self._read(self._of)
-
-
-class Target:
-    """What a weak reference leads to, as a container of one."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: weakref.ref[Any]) -> None:
-        self._of = of
-
-    def __getitem__(self, _: int) -> Any:
-        return self._of()
 
 
 class Current:

@@ -40,7 +40,7 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.lower_namespaces import Namespaces, from_known, known
-from dtensor.lower_places import Attributes, Cell, Content, Current, Target, equal
+from dtensor.lower_places import Attributes, Cell, Content, Current, equal
 from dtensor.lower_record import LowerError, refuse
 
 __all__ = ["VALUES", "Place", "Reach", "equal", "read", "reach"]
@@ -195,7 +195,7 @@ class Reach(Namespaces):
     def _target(self, ref: weakref.ref[Any]) -> None:
         """What a weak reference leads to; tensors that only it leads to are not taken for the program's."""
         target = ref()
-        self.same.append((Target(ref), 0, target))
+        self.same.append((Content(ref, operator.call), 0, target))
         if not isinstance(target, torch.Tensor):
             self.follow(target)
 
