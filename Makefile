@@ -13,7 +13,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-fast lint golden sweep bench clean
+# Programs of other people on this engine, in an environment of their own that sees the packages of .venv: torch is not
+# installed again. RECORD=1 writes their numbers anew.
+CLIENTS := .venv-clients/.installed
+
+.PHONY: demo test test-fast lint golden sweep bench clients clean
 
 # torch first and by its exact version: an open range may fetch another build of several GB.
 $(STAMP): pyproject.toml constraints.txt
@@ -48,5 +52,15 @@ sweep: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
+$(CLIENTS): $(STAMP) tests/clients/requirements.txt
+	$(BIN)/python -m venv --without-pip .venv-clients
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$(.venv-clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	.venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements.txt
+	touch $(CLIENTS)
+
+clients: $(CLIENTS)
+	$(if $(RECORD),RECORD=1) .venv-clients/bin/python -m pytest tests/clients -n 0 -v $(TESTS)
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv .venv-clients build *.egg-info .mypy_cache .ruff_cache
