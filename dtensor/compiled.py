@@ -67,7 +67,11 @@ def _mesh_code(self: DeviceMesh) -> tuple[str, dict[str, type]]:
 
 
 def _register_constants() -> None:
-    """Make placements and meshes values that dynamo can hold and ask. Without torch's registry they are not."""
+    """Make placements and meshes values that dynamo can hold and ask.
+
+    Without torch's registry they are not, nor with one that asks a metaclass of them, as that of torch 2.11 does:
+    it would slow down every `isinstance`. Without it code with placements in it breaks the graph.
+    """
     Placement.__fx_repr__ = _placement_code  # type: ignore[attr-defined]
     DeviceMesh.__fx_repr__ = _mesh_code  # type: ignore[attr-defined]
     try:
@@ -75,7 +79,10 @@ def _register_constants() -> None:
     except ImportError:
         return
     for cls, asked in _KINDS:
-        register_opaque_type(cls, typ="value", members=dict.fromkeys(asked, MemberType.USE_REAL))
+        try:
+            register_opaque_type(cls, typ="value", members=dict.fromkeys(asked, MemberType.USE_REAL))
+        except TypeError:
+            return
 
 
 _register_constants()

@@ -138,10 +138,16 @@ def join_torch(world: SimulatedWorld, store: Store) -> None:
 
 
 def _enter(world: SimulatedWorld, group: SimulatedProcessGroup, store: Store) -> None:
-    c10d._register_pg_in_world(
-        group, "simulated", store, c10d.GroupName(group.group_name), str(c10d.BackendConfig(dist.Backend("simulated"))),
-        {r: i for i, r in enumerate(group._ranks)}, add_to_default_tag=True,
-    )  # fmt: skip
+    """Write a group into the rank's tables, as c10d writes the groups that it makes into its own."""
+    tables, name = world.c10d, c10d.GroupName(group.group_name)
+    tables.pg_map[group] = ("simulated", store)
+    tables.pg_names[group] = name
+    tables.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("simulated")))
+    tables.pg_group_ranks[group] = {r: i for i, r in enumerate(group._ranks)}
+    tables.pg_to_tag[group] = f"ptd:{name}"
+    for tag in ("", f"ptd:{name}"):
+        tables.tags_to_pg.setdefault(tag, []).append(group)
+    cast(Any, c10d)._register_process_group(name, group)
 
 
 def leave_torch(world: SimulatedWorld) -> None:
