@@ -413,9 +413,14 @@ def _rebuild(
 _converted: weakref.WeakKeyDictionary[Any, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
+def _numbers(nested: Any) -> tuple[int, ...]:
+    """The numbers in a number (which torch 2.11 has for an axis of one) or in a tuple of tuples, in order."""
+    return (nested,) if isinstance(nested, int) else tuple(n for part in nested for n in _numbers(part))
+
+
 def _convert(mesh: Any) -> DeviceMesh:
     """Our mesh for torch's, whose axes have the same (shape, stride) form as ours."""
-    axes = tuple(coalesce(zip(axis.shape, axis.stride)) for axis in mesh._layout)
+    axes = tuple(coalesce(zip(_numbers(axis.shape), _numbers(axis.stride))) for axis in mesh._layout)
     root = mesh._get_root_mesh()
     if root is not mesh:
         ours = DeviceMesh.from_torch(root)._derive(axes, mesh.mesh_dim_names)
