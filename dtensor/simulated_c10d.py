@@ -90,8 +90,13 @@ def _unregister_all() -> None:
         leave_torch(cast(SimulatedWorld, world))
 
 
-def _no_plugin(*args: object) -> None:
-    raise RuntimeError("the 'simulated' backend exists inside dtensor.simulate(n)(fn) only")
+def _plugin(asked: Any, options: object = None) -> SimulatedProcessGroup | None:
+    """The group for `dist.new_group` of torch 2.11; newer ones ask the default group, whose `new_group` makes it."""
+    world = innermost("simulated")
+    if world is None:
+        raise RuntimeError("the 'simulated' backend exists inside dtensor.simulate(n)(fn) only")
+    everyone = cast(SimulatedProcessGroup, cast(SimulatedWorld, world).c10d.default_pg)
+    return everyone.new_group(asked.global_ranks_in_group, group_name=asked.group_id)
 
 
 @contextmanager
@@ -103,7 +108,7 @@ def installed() -> Iterator[None]:
         _runs += 1
         if _runs == 1:
             if "simulated" not in dist.Backend.backend_list:
-                dist.Backend.register_backend("simulated", _no_plugin, devices=["cpu", "cuda"])
+                dist.Backend.register_backend("simulated", _plugin, extended_api=True, devices=["cpu", "cuda"])
             _saved = (module._world, module._register_process_group, module._unregister_all_process_groups)
             module._world = _PerThread(module._world)
             module._register_process_group = _register

@@ -100,10 +100,10 @@ def collectives() -> None:
     dist.all_gather(outs, x)
     assert [o[0].item() for o in outs] == list(others)
     flat = torch.zeros(2 * world)
-    dist.all_gather_single(flat, x)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, x)  # torch 2.11 has the old names only
     assert flat[::2].tolist() == list(others)
     own = torch.zeros(2)
-    dist.reduce_scatter_single(own, flat)
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(own, flat)
     assert (own == world * rank).all()
     dist.reduce_scatter(own, list(flat.chunk(world)), dist.ReduceOp.MAX)
     assert (own == rank).all()
@@ -213,8 +213,10 @@ def functionals() -> None:
     ranks = dist.get_process_group_ranks(group)
     x = torch.full((2,), float(rank))
     assert (functional.all_reduce(x, "sum", group) + 0).tolist() == [float(sum(ranks))] * 2
-    assert (functional.all_gather_single(x, 0, group) + 0).tolist() == [float(r) for r in ranks for _ in range(2)]
-    assert (functional.reduce_scatter_single(torch.ones(4), "sum", 0, group) + 0).tolist() == [2.0, 2.0]
+    gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+    scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
+    assert (gather(x, 0, group) + 0).tolist() == [float(r) for r in ranks for _ in range(2)]
+    assert (scatter(torch.ones(4), "sum", 0, group) + 0).tolist() == [2.0, 2.0]
     assert (functional.all_to_all_single(x, [1, 1], [1, 1], group) + 0).tolist() == [float(r) for r in ranks]
     assert (functional.broadcast(x, 1, group) + 0).tolist() == [float(ranks[1])] * 2
     coalesced = functional.all_reduce_coalesced([x, 2 * x], "max", group)
