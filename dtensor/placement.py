@@ -78,6 +78,16 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Size and start of chunk `rank` of `num_chunks` of a dim of `curr_local_size` elements.
+
+        An empty chunk starts at the dim's end.
+        """
+        chunk = -(-curr_local_size // num_chunks)
+        start = min(chunk * rank, curr_local_size)
+        return min(chunk, curr_local_size - start), start
+
     def __reduce__(self) -> tuple[type[Shard], tuple[int]]:
         return (type(self), (self.dim,))
 
@@ -123,6 +133,19 @@ class StridedShard(Placement):
             object.__setattr__(made, "split_factor", factor)
             made = cls._made.setdefault((dim, factor), made)
         return made
+
+    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Size of what position `rank` of `num_chunks` holds of a dim of `curr_local_size` elements, and its start.
+
+        It is a chunk of each of `split_factor` chunks, so it goes on elsewhere. -1 stands for the start of nothing.
+        """
+        size, first = 0, -1
+        for i in range(self.split_factor):
+            whole, start = Shard.local_shard_size_and_offset(curr_local_size, self.split_factor, i)
+            mine, offset = Shard.local_shard_size_and_offset(whole, num_chunks, rank)
+            first = start + offset if mine and first < 0 else first
+            size += mine
+        return size, first
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
         return (_strided, (self.dim, self.split_factor))

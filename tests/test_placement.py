@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
+import torch
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, _StridedShard, as_placement
 
@@ -45,3 +47,15 @@ def test_predicates() -> None:
 def test_refused(make, error) -> None:
     with pytest.raises(error):
         make()
+
+
+@pytest.mark.parametrize("factor", [0, 1, 2, 3])
+def test_size_and_offset_of_a_chunk(factor: int) -> None:
+    cut = StridedShard(0, split_factor=factor) if factor else Shard(0)
+    for n, chunks in product(range(12), (1, 2, 3, 4)):
+        parts = [list(range(n))] if factor == 0 else [c.tolist() for c in torch.arange(n).chunk(factor)] if n else []
+        for rank in range(chunks):
+            pieces = [(torch.tensor(part).chunk(chunks)[rank:] or [torch.tensor([])])[0].tolist() for part in parts]
+            mine = sum(pieces, [])
+            start = mine[0] if mine else n if factor == 0 else -1
+            assert cut.local_shard_size_and_offset(n, chunks, rank) == (len(mine), start)

@@ -87,6 +87,8 @@ with use_min_cost_redistribution_plan():
     assert torch.equal(redistribute_local_tensor(x.to_local(), spec, spec.replicated()), x.to_local())
 manual_seed(3, mesh)
 assert compute_local_shape_and_global_offset((4, 2), mesh, [dt.Shard(0)]) == ((4, 2), (0, 0))
+two_runs = (8, 2), dtensor.DeviceMesh("cpu", [0, 1], _rank=0, _init_backend=False), [_StridedShard(0, split_factor=2)]
+assert compute_local_shape_and_global_offset(*two_runs) == ((4, 2), (0, 0))
 with mesh:
     assert torch.distributed.device_mesh._mesh_resources.get_current_mesh() is mesh
 

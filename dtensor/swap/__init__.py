@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from dtensor.spec import Spec
-from dtensor.swap import children, rebind
+from dtensor.swap import children, data_parallel, rebind
 from dtensor.swap.facade import Facade, Mapping, SwapError, load_names
 from dtensor.swap.names import MODULES, ROOTS, is_under
 
@@ -84,6 +84,7 @@ def install() -> None:
     setattr(Spec, "__dataclass_fields__", vars(_Fields)["__dataclass_fields__"])  # noqa: B010
     _mapping.on = True
     children.follow()
+    data_parallel.follow()
 
 
 def uninstall() -> None:
@@ -94,6 +95,7 @@ def uninstall() -> None:
     if not _mapping.on:
         return
     children.stop()
+    data_parallel.stop()
     _mapping.on = False
     sys.modules.update(_entries)
     _entries.clear()

@@ -63,7 +63,7 @@ OURS: dict[str, dict[str, str]] = {
         "use_min_cost_redistribution_plan": "dtensor.swap.stand_ins:use_min_cost_redistribution_plan",
     },
     f"{_TENSOR}._utils": {
-        "compute_local_shape_and_global_offset": "dtensor._utils:compute_local_shape_and_global_offset",
+        "compute_local_shape_and_global_offset": "dtensor.swap.stand_ins:compute_local_shape_and_global_offset",
     },
     f"{_TENSOR}.parallel": {
         name: f"parallel:{name}"

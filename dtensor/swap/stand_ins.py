@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from dtensor import _utils
 from dtensor.device_mesh import DeviceMesh, _active
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec
+from dtensor.spec import Spec, contiguous_stride, normalize_placements
 
 __all__ = [
-    "is_rng_supported_mesh", "manual_seed", "mesh_resources", "redistribute_local_tensor",
-    "use_min_cost_redistribution_plan",
+    "compute_local_shape_and_global_offset", "is_rng_supported_mesh", "manual_seed", "mesh_resources",
+    "redistribute_local_tensor", "use_min_cost_redistribution_plan",
 ]  # fmt: skip
 
 
@@ -46,6 +48,23 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
     """True: random ops work on meshes of every device type."""
     return True
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Iterable[object], skip_offset: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `dtensor._utils`, but a part that a split factor cuts into runs begins where its first run does.
+
+    That is what torch says, and what programs read that take the runs apart by themselves. Torch's own callers read
+    the part as one run: they get the error of `dtensor._utils` instead.
+    """
+    shape = tuple(int(n) for n in global_shape)
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    if skip_offset or asks.startswith("torch.") or mesh.coord is None:
+        return _utils.compute_local_shape_and_global_offset(shape, mesh, placements, skip_offset)
+    layout = normalize_placements(placements, mesh, len(shape), "compute_local_shape_and_global_offset")
+    spec = Spec.make(mesh, layout, shape, contiguous_stride(shape), torch.float32)
+    return tuple(spec.local_shape_of(mesh.coord)), spec.local_offset_of(mesh.coord)
 
 
 def redistribute_local_tensor(
