@@ -1,0 +1,256 @@
+"""FSDP2 as people use it, on torch's names alone; each case is held to one process here, and to torch's engine by
+`tests/test_subsystems.py`.
+
+A case takes the number of processes and gives its numbers.
+"""
+
+import torch
+import torch.nn as nn
+from common import batches, close, full, made, numbers, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+STEPS = 2
+
+
+def grid(dp, tp=1):
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def sharded(mesh, model=None, tp=None, prepare=None, **options):
+    """The model, or `made()`, under tensor parallelism where `tp` is a mesh, and fully sharded."""
+    model = made() if model is None else model
+    if tp is not None:
+        parallelize_module(model, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, **options)
+    if prepare is not None:
+        prepare(model)
+    return model
+
+
+def compared(mesh, model, plain, dp, rows=4, width=10, tolerance=1e-9, clip=0.5, **options):
+    """Both are trained, the sharded one on its part of each batch, and agree."""
+    data = batches(STEPS, rows * dp, width)
+    optimizer, its = (torch.optim.AdamW(m.parameters(), lr=0.01, **options) for m in (model, plain))
+    part = data.chunk(dp, 1)[mesh.get_local_rank(0) if mesh.ndim == 1 else mesh.get_rank() % dp]
+    seen, expected = train(model, part, optimizer, clip), train(plain, data, its, clip)
+    if clip is not None:
+        close(seen[::2], expected[::2], tolerance)
+    close(numbers(model), numbers(plain), tolerance)
+    return numbers(model, *seen)
+
+
+def case_alone_uneven(world):
+    mesh = init_device_mesh("cpu", (world,))
+    model = sharded(mesh, made(9, 3))
+    assert isinstance(model, FSDPModule) and isinstance(model[0].weight, DTensor)
+    assert model[0].weight.placements == (Shard(0),) and model[0].weight.shape == (3, 9)
+    return compared(mesh, model, made(9, 3), world, width=9, foreach=True)
+
+
+def case_over_tp(world):
+    mesh = grid(world // 2, 2)
+    return compared(mesh["dp"], sharded(mesh["dp"], tp=mesh["tp"]), made(), world // 2, clip=None, fused=True)
+
+
+def case_over_tp_uneven_and_clipped(world):
+    """Clipping meets parameters of two meshes."""
+    mesh = grid(world // 2, 2)
+    model = sharded(mesh["dp"], made(9, 13), tp=mesh["tp"])
+    return compared(mesh["dp"], model, made(9, 13), world // 2, width=9, foreach=False)
+
+
+def mixed(world, policy, **options):
+    mesh = init_device_mesh("cpu", (world,))
+    model = sharded(mesh, made(dtype=torch.float32), mp_policy=policy, **options)
+    data = batches(STEPS, 4 * world, dtype=torch.float32).chunk(world, 1)[mesh.get_local_rank()]
+    seen = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x in data:
+        y = model(x)
+        seen.append(torch.tensor(float(y.dtype is torch.bfloat16)))
+        y.float().pow(2).mean().backward()
+        seen += [full(p.grad).clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = made(dtype=torch.float32)
+    train(plain, batches(STEPS, 4 * world, dtype=torch.float32), torch.optim.AdamW(plain.parameters(), lr=0.01))
+    close(numbers(model), numbers(plain), 5e-2)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    return numbers(model, *seen)
+
+
+def case_mixed_precision(world):
+    return mixed(world, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def case_mixed_precision_all_low(world):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    return mixed(world, policy, reshard_after_forward=False)
+
+
+def case_mixed_precision_over_tp(world):
+    mesh = grid(world // 2, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(mesh["dp"], made(dtype=torch.float32), tp=mesh["tp"], mp_policy=policy)
+    data = batches(STEPS, 2 * world, dtype=torch.float32).chunk(world // 2, 1)[mesh.get_local_rank("dp")]
+    seen = train(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = made(dtype=torch.float32)
+    train(plain, batches(STEPS, 2 * world, dtype=torch.float32), torch.optim.SGD(plain.parameters(), lr=0.1))
+    close(numbers(model), numbers(plain), 5e-3)
+    return numbers(model, *seen)
+
+
+def case_prefetch(world):
+    def prepare(model):
+        model.set_modules_to_forward_prefetch([model[0], model[2]])
+        model[0].set_modules_to_forward_prefetch([model[2]])
+        model[2].set_modules_to_backward_prefetch([model[0]])
+        model.unshard(async_op=True).wait()
+        model.reshard()
+
+    mesh = init_device_mesh("cpu", (world,))
+    return compared(mesh, sharded(mesh, prepare=prepare), made(), world)
+
+
+def case_reshard_after_forward(world):
+    mesh = init_device_mesh("cpu", (world,))
+    found = []
+    for after in (False, True, *([2] if world == 4 else [])):
+        model = sharded(mesh, reshard_after_forward=after)
+        found += compared(mesh, model, made(), world)
+    model = sharded(mesh, prepare=lambda m: m.set_reshard_after_forward(False))
+    model[0].set_reshard_after_backward(False)
+    model(batches(1, 4)[0]).sum().backward()
+    whole = model[0].weight
+    assert not isinstance(whole, DTensor)
+    close([whole.detach()], [made()[0].weight.detach()])
+    model[0].reshard()
+    assert isinstance(model[0].weight, DTensor)
+    return found
+
+
+def case_replicate_and_shard(world):
+    """HSDP: gradients are scattered along one axis and summed along the other."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    found = compared(mesh, model, made(), world)
+    model = sharded(mesh)
+    data = batches(1, 8 * world)[0].chunk(2 * world)
+    for i in range(2):
+        model.set_requires_all_reduce(i == 1)
+        model(data[2 * torch.distributed.get_rank() + i]).pow(2).mean().backward()
+    plain = made()
+    (plain(batches(1, 8 * world)[0]).pow(2).mean() * 2).backward()
+    close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    return found + [full(p.grad) for p in model.parameters()]
+
+
+def case_replicate_shard_and_tp(world):
+    mesh = init_device_mesh("cpu", (world // 2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = sharded(mesh["replicate", "shard"], tp=mesh["tp"])
+    data = batches(STEPS, 2 * world).chunk(world // 2, 1)[mesh.get_local_rank("replicate")]
+    plain = made()
+    seen = train(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(plain, batches(STEPS, 2 * world), torch.optim.SGD(plain.parameters(), lr=0.1))
+    close(numbers(model), numbers(plain))
+    return numbers(model, *seen)
+
+
+def case_no_sync(world):
+    """Gradients of two micro-batches are reduced once."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, plain = sharded(mesh), made()
+    data = batches(1, 8 * world)[0].chunk(2 * world)
+    mine = data[2 * mesh.get_local_rank() :][:2]
+    for i, x in enumerate(mine):
+        model.set_requires_gradient_sync(i == 1)
+        model.set_is_last_backward(i == 1)
+        model(x).pow(2).mean().backward()
+    (plain(batches(1, 8 * world)[0]).pow(2).mean() * 2).backward()
+    close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    return [full(p.grad) for p in model.parameters()]
+
+
+def case_offload(world):
+    mesh = init_device_mesh("cpu", (world,))
+    model = sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return compared(mesh, model, made(), world)
+
+
+def case_shard_along_another_dim(world):
+    mesh = init_device_mesh("cpu", (world,))
+    where = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else None  # noqa: E731
+    model = sharded(mesh, shard_placement_fn=where)
+    if world == 2:
+        assert model[0].weight.placements == (Shard(1),)
+    return compared(mesh, model, made(), world)
+
+
+def case_tied_ignored_and_frozen(world):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.embed, self.inner = nn.Embedding(10, 6), nn.Linear(6, 6)
+            self.head, self.scale = nn.Linear(6, 10, bias=False), nn.Parameter(torch.ones(6))
+            self.head.weight = self.embed.weight
+            self.inner.bias.requires_grad_(False)
+
+        def forward(self, tokens):
+            return self.head(self.inner(self.embed(tokens)) * self.scale)
+
+    mesh = init_device_mesh("cpu", (world,))
+    model, plain = Model().double(), Model().double()
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.scale})
+    assert not isinstance(model.scale, DTensor) and isinstance(model.embed.weight, DTensor)
+    tokens = torch.arange(4 * world) % 10
+    for _ in range(STEPS):
+        for m, t in ((model, tokens.chunk(world)[mesh.get_local_rank()]), (plain, tokens)):
+            m.zero_grad()
+            nn.functional.cross_entropy(m(t), t).backward()
+            if m is model:
+                torch.distributed.all_reduce(m.scale.grad)
+                m.scale.grad /= world
+            nn.utils.clip_grad_norm_([p for p in m.parameters() if p is not m.scale], 0.1)
+            with torch.no_grad():
+                for p in m.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=0.5)
+    close(numbers(model), numbers(plain))
+    return numbers(model)
+
+
+def case_from_meta(world):
+    """Made without memory, sharded, then given memory and values."""
+    mesh = init_device_mesh("cpu", (world,))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10, 12), nn.GELU(), nn.Linear(12, 10), nn.LayerNorm(10)).double()
+    model = sharded(mesh, model)
+    model.to_empty(device="cpu")
+    whole = made().state_dict()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            from torch.distributed.tensor import distribute_tensor
+
+            p.copy_(distribute_tensor(whole[name], p.device_mesh, p.placements))
+    return compared(mesh, model, made(), world)
+
+
+def case_gradient_division(world):
+    mesh = init_device_mesh("cpu", (world,))
+
+    def prepare(model):
+        for part in (model[0], model[2], model):
+            part.set_gradient_divide_factor(1.0)
+
+    model, plain = sharded(mesh, prepare=prepare), made()
+    data = batches(1, 4 * world)[0]
+    model(data.chunk(world)[mesh.get_local_rank()]).pow(2).sum().backward()
+    plain(data).pow(2).sum().backward()
+    close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    return [full(p.grad) for p in model.parameters()]

@@ -1,0 +1,429 @@
+"""What surrounds a model in training, on torch's names alone: clipping, optimizers, DDP, activation checkpointing,
+compiling, pipelines, loss scaling. Each case is held to one process here, and to torch's engine by
+`tests/test_subsystems.py`.
+
+A case takes the number of processes and gives its numbers.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from common import batches, close, full, made, numbers, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+PLAN = {"0": ColwiseParallel, "2": RowwiseParallel}
+
+
+def parallel(mesh, model=None):
+    return parallelize_module(made() if model is None else model, mesh, {k: style() for k, style in PLAN.items()})
+
+
+def grid(dp, tp=1):
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def values():
+    g = torch.Generator().manual_seed(5)
+    return [torch.randn(*s, generator=g, dtype=torch.float64) for s in ((7, 3), (6, 4), (5,), (1, 4))]
+
+
+def placed(mesh, layouts, tensors, leaf=False):
+    made = [distribute_tensor(t.clone(), mesh, p) for t, p in zip(tensors, layouts)]
+    return [nn.Parameter(t) for t in made] if leaf else made
+
+
+def case_clipping(world):
+    mesh = grid(world // 2, 2)
+    layouts = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())]
+    found = []
+    for order in (2.0, 1.0, 3.0, float("inf")):
+        for foreach in (None, False, True):
+            plain, ours = [nn.Parameter(t) for t in values()], placed(mesh, layouts, values(), leaf=True)
+            for p, q, g in zip(plain, ours, values()):
+                p.grad, q.grad = g.clone(), distribute_tensor(g, q.device_mesh, q.placements)
+            total = nn.utils.get_total_norm([q.grad for q in ours], order, foreach=foreach)
+            norms = [full(nn.utils.clip_grad_norm_(m, 0.3, order, foreach=foreach)) for m in (ours, plain)]
+            close([full(total), norms[0]], [norms[1], norms[1]])
+            close([full(q.grad) for q in ours], [p.grad for p in plain])
+            found += [norms[0], *(full(q.grad) for q in ours)]
+    return found
+
+
+def case_clipping_that_is_not_finite(world):
+    mesh = init_device_mesh("cpu", (world,))
+    p = nn.Parameter(distribute_tensor(torch.ones(2 * world), mesh, [Shard(0)]))
+    g = torch.ones(2 * world)
+    g[-1] = float("nan")
+    p.grad = distribute_tensor(g, mesh, [Shard(0)])
+    try:
+        nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        assert "non-finite" in str(error)
+    else:
+        raise AssertionError("no error")
+    return [full(p.grad).nan_to_num(7.0)]
+
+
+def case_clipping_over_meshes(world):
+    """Gradients on both axes, on either axis, and plain ones."""
+    mesh = grid(world // 2, 2)
+    found = []
+    for order in (2.0, float("inf")):
+        for foreach in (False, True):
+            grads = values()
+            ours = [
+                distribute_tensor(grads[0], mesh, [Shard(0), Shard(1)]),
+                distribute_tensor(grads[1], mesh["tp"], [Shard(0)]),
+                distribute_tensor(grads[2], mesh["dp"], [Shard(0)]),
+                grads[3].clone(),
+            ]
+            params = []
+            for g in ours:
+                params.append(torch.zeros_like(g).requires_grad_())
+                params[-1].grad = g
+            plain = [torch.zeros_like(g).requires_grad_() for g in grads]
+            for p, g in zip(plain, grads):
+                p.grad = g.clone()
+            norms = [nn.utils.clip_grad_norm_(m, 0.3, order, foreach=foreach) for m in (params, plain)]
+            close([full(norms[0])], [norms[1]])
+            close([full(p.grad) for p in params], [p.grad for p in plain])
+            found += [full(norms[0])]
+    return found
+
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01},
+    "Adagrad": {"lr": 0.1},
+    "RMSprop": {"lr": 0.01, "centered": True, "momentum": 0.5},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Adadelta": {"lr": 0.1},
+    "Adamax": {"lr": 0.01},
+    "ASGD": {"lr": 0.01, "t0": 1},
+    "Rprop": {"lr": 0.01},
+}
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+def optimized(world, pick, forms):
+    """Three steps on sharded and replicated parameters, the state saved and loaded after the first."""
+    mesh = grid(world // 2, 2)
+    layouts = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
+    found = []
+    for name in pick:
+        for form in forms:
+            build = functools.partial(getattr(torch.optim, name), **OPTIMIZERS[name], **form)
+            plain, ours = [nn.Parameter(t) for t in values()], placed(mesh, layouts, values(), leaf=True)
+            its, mine = build(plain), build(ours)
+            for step in range(3):
+                for p, q, g in zip(plain, ours, values()):
+                    p.grad = g * (step + 1) - 1
+                    q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements)
+                its.step()
+                mine.step()
+                if step == 0:
+                    state, mine = mine.state_dict(), build(ours)
+                    mine.load_state_dict(state)
+            close([full(q) for q in ours], [p.detach() for p in plain])
+            found += [full(q) for q in ours]
+    return found
+
+
+def case_optimizers_in_a_loop(world):
+    return optimized(world, OPTIMIZERS, [{"foreach": False}])
+
+
+def case_optimizers_foreach(world):
+    return optimized(world, OPTIMIZERS, [{"foreach": True}])
+
+
+def case_optimizers_fused(world):
+    return optimized(world, [n for n in FUSED if n in ("Adam", "AdamW")], [{"fused": True}])
+
+
+def case_optimizers_fused_more(world):
+    """Whose fused form torch's engine has no rule for."""
+    return optimized(world, [n for n in FUSED if n not in ("Adam", "AdamW")], [{"fused": True}])
+
+
+def matrices(world, name, **options):
+    mesh = grid(world // 2, 2)
+    shapes, g = ((8, 6), (7, 5), (4, 9)), torch.Generator().manual_seed(7)
+    start = [torch.randn(*s, generator=g) for s in shapes]
+    layouts = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0))]
+    plain, ours = [nn.Parameter(t.clone()) for t in start], placed(mesh, layouts, start, leaf=True)
+    its, mine = (getattr(torch.optim, name)(m, lr=0.02, **options) for m in (plain, ours))
+    for _ in range(2):
+        for p, q in zip(plain, ours):
+            p.grad = torch.randn(*p.shape, generator=g)
+            q.grad = distribute_tensor(p.grad, mesh, q.placements)
+        its.step()
+        mine.step()
+    close([full(q) for q in ours], [p.detach() for p in plain], 2e-3 if name == "Muon" else 1e-5)
+    return [full(q) for q in ours]
+
+
+def case_muon(world):
+    return matrices(world, "Muon", weight_decay=0.1)
+
+
+def case_adafactor(world):
+    return matrices(world, "Adafactor", foreach=False) + matrices(world, "Adafactor", foreach=True)
+
+
+def replicated(world, wrap):
+    mesh = grid(world // 2, 2)
+    plain, inner = made(), parallel(mesh["tp"])
+    model = wrap(inner, mesh)
+    data = batches(3, 2 * world)
+    part = data.chunk(world // 2, 1)[mesh.get_local_rank("dp")]
+    ours, its = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    for x, y in zip(part, data):
+        for net, batch, optimizer in ((model, x, ours), (plain, y, its)):
+            net(batch).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    close([model(part[0]).detach()], [plain(part[0]).detach()])
+    return [model(part[0]).detach()]
+
+
+def case_ddp_over_tp_with_a_mesh(world):
+    return replicated(world, lambda model, mesh: DistributedDataParallel(model, device_mesh=mesh["dp"]))
+
+
+def case_ddp_over_tp_with_a_group(world):
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    def wrap(model, mesh):
+        _pre_dp_module_transform(model)
+        return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+
+    return replicated(world, wrap)
+
+
+def case_ddp_over_tp_with_a_group_alone(world):
+    wrap = lambda model, mesh: DistributedDataParallel(model, process_group=mesh["dp"].get_group())  # noqa: E731
+    return replicated(world, wrap)
+
+
+def case_ddp_over_all_processes_is_refused(world):
+    """They hold different parts of the model."""
+    mesh = init_device_mesh("cpu", (world,))
+    try:
+        DistributedDataParallel(parallel(mesh))
+    except ValueError as error:
+        assert "ranks 0 and 1 hold different parts of" in str(error) and "mesh['dp']" in str(error), error
+    else:
+        raise AssertionError("no error")
+    return []
+
+
+class Block(nn.Module):
+    """A residual layer that is computed again in backward, in one of three ways."""
+
+    def __init__(self, inner, how):
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, x):
+        if self.how == "selective":
+            policy = lambda ctx, op, *args, **kwargs: (  # noqa: E731
+                CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+            )
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            return x + checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+        return x + checkpoint(self.inner, x, use_reentrant=self.how == "reentrant")
+
+
+def checkpointed(world, shard):
+    found = []
+    for how in ("reentrant", "not", "selective"):
+        mesh = grid(world // 2, 2)
+        inner = made()
+        model, plain = nn.Sequential(Block(inner, how)), nn.Sequential(Block(made(), "not"))
+        parallel(mesh["tp"], inner)
+        if shard:
+            fully_shard(model, mesh=mesh["dp"])
+        data = batches(2, 2 * world)
+        part = data.chunk(world // 2, 1)[mesh.get_local_rank("dp")] if shard else data
+        for m, xs in ((model, part), (plain, data)):
+            train(m, [x.requires_grad_() for x in xs.detach().unbind()], torch.optim.SGD(m.parameters(), lr=0.1))
+        close(numbers(model), numbers(plain))
+        found += numbers(model)
+    return found
+
+
+def case_activation_checkpointing(world):
+    return checkpointed(world, shard=False)
+
+
+def case_activation_checkpointing_and_fsdp(world):
+    return checkpointed(world, shard=True)
+
+
+def case_ddp_over_tp_with_checkpointing(world):
+    mesh = grid(world // 2, 2)
+    found = []
+    for how in ("not", "selective", "reentrant"):
+        inner = made()
+        model, plain = Block(inner, how), Block(made(), "not")
+        parallel(mesh["tp"], inner)
+        model = DistributedDataParallel(model, device_mesh=mesh["dp"], static_graph=how == "reentrant")
+        data = batches(2, 2 * world)
+        part = data.chunk(world // 2, 1)[mesh.get_local_rank("dp")]
+        for m, xs in ((model, part), (plain, data)):
+            train(m, [x.requires_grad_() for x in xs.detach().unbind()], torch.optim.SGD(m.parameters(), lr=0.1))
+        close([model(part[0]).detach()], [plain(part[0]).detach()])
+        found += [model(part[0]).detach()]
+    return found
+
+
+def compiled(world, backend):
+    mesh = init_device_mesh("cpu", (world,))
+    torch._dynamo.reset()
+    inner = parallel(mesh)
+    model, plain = torch.compile(inner, backend=backend), made()
+    data = batches(2, 4)
+    seen = train(model, data, torch.optim.AdamW(model.parameters(), lr=0.01))
+    expected = train(plain, data, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    torch._dynamo.reset()
+    close(numbers(inner, *seen), numbers(plain, *expected))
+    return numbers(inner, *seen)
+
+
+def case_compile_aot_eager(world):
+    return compiled(world, "aot_eager")
+
+
+def case_compile_inductor(world):
+    return compiled(world, "inductor") if world == 2 else None
+
+
+def case_compile_blocks_under_fsdp(world):
+    mesh = init_device_mesh("cpu", (world,))
+    torch._dynamo.reset()
+    model, plain = made(), made()
+    for i in (0, 2):
+        model[i].compile(backend="aot_eager")
+        fully_shard(model[i], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    data = batches(2, 4 * world)
+    part = data.chunk(world, 1)[mesh.get_local_rank()]
+    for m, xs in ((model, part), (plain, data)):
+        train(m, xs, torch.optim.AdamW(m.parameters(), lr=0.01))
+    torch._dynamo.reset()
+    close(numbers(model), numbers(plain))
+    return numbers(model)
+
+
+def piped(world, schedule, shard=False):
+    """Two stages; within each, with 4 processes, tensor parallelism or sharded data parallelism."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "tp"))
+    stage, inner = mesh.get_local_rank("pp"), mesh["tp"]
+    whole = [made(seed=1), made(seed=2)]
+    mine = made(seed=1 + stage)
+    if shard:
+        fully_shard(mine, mesh=inner)
+    else:
+        parallel(inner, mine)
+    loss = lambda y, t: F.mse_loss(y, t)  # noqa: E731
+    data, target = batches(2, 8)
+    part = slice(None)
+    if shard:
+        rows = 8 // (world // 2)
+        part = slice(rows * mesh.get_local_rank("tp"), rows * (mesh.get_local_rank("tp") + 1))
+    run = schedule(PipelineStage(mine, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group()), 4, loss_fn=loss)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    plain = nn.Sequential(*whole)
+    its = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        losses = []
+        if stage == 0:
+            run.step(data[part])
+        else:
+            run.step(target=target[part], losses=losses)
+        F.mse_loss(plain(data), target).backward()
+        close([full(p.grad) for p in mine.parameters()], [p.grad for p in whole[stage].parameters()])
+        for o in (optimizer, its):
+            o.step()
+            o.zero_grad()
+    close(numbers(mine), numbers(whole[stage]))
+    return numbers(mine)
+
+
+def case_pipeline_gpipe(world):
+    return piped(world, ScheduleGPipe)
+
+
+def case_pipeline_1f1b(world):
+    return piped(world, Schedule1F1B)
+
+
+def case_pipeline_of_sharded_stages(world):
+    return piped(world, ScheduleGPipe, shard=True)
+
+
+def case_loss_scaling(world):
+    """A gradient that is infinite in one process's part only: no process takes the step, and all scale down."""
+    found = []
+    for form in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        mesh = init_device_mesh("cpu", (world,))
+        w = torch.arange(1.0, 2 * world + 1)
+        p, q = nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])), nn.Parameter(w.clone())
+        runs = [(torch.optim.AdamW([x], lr=0.1, **form), torch.amp.GradScaler("cpu", init_scale=8.0)) for x in (p, q)]
+        for step in range(3):
+            for x, (optimizer, scaler) in zip((p, q), runs):
+                x.grad = None
+                scaler.scale((x * x).sum()).backward()
+                if step == 1:
+                    g = full(x.grad).clone()
+                    g[-1] = float("inf")
+                    x.grad = distribute_tensor(g, mesh, [Shard(0)]) if x is p else g
+                if "fused" not in form:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_([x], 1e9)
+                scaler.step(optimizer)
+                scaler.update()
+        scales = [scaler.get_scale() for _, scaler in runs]
+        assert scales == [4.0, 4.0], scales
+        close([full(p)], [q.detach()], 1e-5)
+        found += [full(p), torch.tensor(scales)]
+    return found
+
+
+def case_autocast(world):
+    mesh = init_device_mesh("cpu", (world,))
+    model, plain = parallel(mesh, made(dtype=torch.float32)), made(dtype=torch.float32)
+    seen = []
+    for m in (model, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m(batches(1, 4, dtype=torch.float32)[0])
+            loss = (y.float() ** 2).mean()
+        loss.backward()
+        seen.append([full(y).float(), *(full(p.grad) for p in m.parameters())])
+    close(seen[0], seen[1], 3e-2)
+    return seen[0]
+
+
+def case_a_module_distributed_whole(world):
+    mesh = init_device_mesh("cpu", (world,))
+    model, plain = made(), made()
+    distribute_module(model, mesh)
+    x = batches(1, 4)[0]
+    y = model(distribute_tensor(x, mesh, [Shard(0)]))
+    y.sum().backward()
+    plain(x).sum().backward()
+    close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert isinstance(y, DTensor) and not any(isinstance(p.grad.placements[0], Shard) for p in model.parameters())
+    return [full(p.grad) for p in model.parameters()]
