@@ -141,7 +141,7 @@ class Communicator(ABC):
         if self.size == 1 or x.device.type == "meta":
             check_reduction(op, x.dtype)
             return _done(_copy(x), async_op)
-        pending = self._all_reduce(x.detach() if x.requires_grad else x, op)
+        pending = self._all_reduce(x.detach() if x.requires_grad else x, op, async_op)
         return pending if async_op else pending.wait()
 
     @overload
@@ -182,7 +182,7 @@ class Communicator(ABC):
             if self.size == 1:
                 given[0].copy_(x)
             return _done(given, async_op)
-        pending = self._all_gather(x.detach() if x.requires_grad else x, shapes, into)
+        pending = self._all_gather(x.detach() if x.requires_grad else x, shapes, into, async_op)
         return pending if async_op else pending.wait()
 
     @overload
@@ -205,7 +205,7 @@ class Communicator(ABC):
         if self.size == 1 or parts[0].device.type == "meta":
             check_reduction(op, parts[0].dtype)
             return _done(_copy(parts[self.rank]), async_op)
-        pending = self._reduce_scatter(_plain(parts), op)
+        pending = self._reduce_scatter(_plain(parts), op, async_op)
         return pending if async_op else pending.wait()
 
     @overload
@@ -228,7 +228,7 @@ class Communicator(ABC):
             return _done([_copy(parts[0])], async_op)
         if parts[0].device.type == "meta":
             return _done([parts[0].new_empty(tuple(s)) for s in shapes], async_op)
-        pending = self._all_to_all(_plain(parts), shapes)
+        pending = self._all_to_all(_plain(parts), shapes, async_op)
         return pending if async_op else pending.wait()
 
     @overload
@@ -243,7 +243,7 @@ class Communicator(ABC):
         self._position("broadcast", src)
         if self.size == 1 or x.device.type == "meta":
             return _done(_copy(x), async_op)
-        pending = self._broadcast(x.detach() if x.requires_grad else x, src)
+        pending = self._broadcast(x.detach() if x.requires_grad else x, src, async_op)
         return pending if async_op else pending.wait()
 
     @overload
@@ -295,29 +295,37 @@ class Communicator(ABC):
             return _done(_copy(parts[0]), async_op)
         if like.device.type == "meta":
             return _done(_copy(like), async_op)
-        pending = self._scatter(_plain(parts) if parts is not None and src == self.rank else None, like, src, shapes)
+        given = _plain(parts) if parts is not None and src == self.rank else None
+        pending = self._scatter(given, like, src, shapes, async_op)
         return pending if async_op else pending.wait()
 
     @abstractmethod
-    def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]: ...
+    def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]: ...
 
     @abstractmethod
     def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
     ) -> Pending[list[torch.Tensor]]: ...
 
     @abstractmethod
-    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]: ...
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]: ...
 
     @abstractmethod
-    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]: ...
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool
+    ) -> Pending[list[torch.Tensor]]: ...
 
     @abstractmethod
-    def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]: ...
+    def _broadcast(self, x: torch.Tensor, src: int, async_op: bool) -> Pending[torch.Tensor]: ...
 
     @abstractmethod
     def _scatter(
-        self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, shapes: Sequence[Shape] | None
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int,
+        shapes: Sequence[Shape] | None,
+        async_op: bool,
     ) -> Pending[torch.Tensor]: ...
 
     def _count(self, call: str, name: str, values: Sequence[object]) -> None:

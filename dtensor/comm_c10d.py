@@ -1,7 +1,8 @@
 """Communicators over the process groups of `torch.distributed`.
 
 Each call is one collective that goes through torch's dispatcher, so dispatch modes see it. What travels, where a
-backend does not carry or reduce a dtype as `dtensor.reductions` says, is the matter of `dtensor.comm_wire`.
+backend does not carry or reduce a dtype as `dtensor.reductions` says, is the matter of `dtensor.comm_wire`; on which
+stream it travels, and what is said where it does not arrive, that of `dtensor.comm_sent`.
 
 A group that was given (`DeviceMesh.from_group`) may count its ranks in another order than the mesh: `_order[i]` is
 the group rank of position i.
@@ -9,7 +10,7 @@ the group rank of position i.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtensor import comm_sent as sent_by
 from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
+from dtensor.comm_sent import Sent, issued
 from dtensor.comm_wire import (
     OPS,
     Reduction,
@@ -39,19 +42,20 @@ from dtensor.reductions import reduce_tensors
 
 __all__ = ["C10dCommunicator"]
 
-_F = torch.ops._c10d_functional
-_wait: Callable[[torch.Tensor], torch.Tensor] = _F.wait_tensor.default
-
 
 class C10dCommunicator(Communicator):
-    """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order."""
+    """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order.
 
-    __slots__ = ("_name", "_nccl", "_order", "group")
+    `axis`: what errors call the axis, with its quotes; "" where there is nothing to call it.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
+    __slots__ = ("_nccl", "_order", "axis", "group", "name")
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, axis: str = "") -> None:
         super().__init__(ranks, rank)
-        self.group = group
-        self._name: str = group.group_name
+        self.group: Any = group
+        self.name: str = group.group_name
+        self.axis = axis
         place = {r: i for i, r in enumerate(c10d.get_process_group_ranks(group))}
         if set(place) != set(self.ranks):
             raise ValueError(f"the group holds ranks {sorted(place)}, but the axis is over {sorted(self.ranks)}")
@@ -71,61 +75,52 @@ class C10dCommunicator(Communicator):
     def _place(self, position: int) -> int:
         return position if self._order is None else self._order[position]
 
-    def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+    def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]:
         how = reduction(op, x.dtype, self.size, not self._nccl or x.device.type == "cpu")
         if how.wire is None:
-            gathered = self._all_gather(x, [tuple(x.shape)] * self.size, None)
+            gathered = self._all_gather(x, [tuple(x.shape)] * self.size, None, async_op)
             return Pending(finish=lambda: reduce_tensors(gathered.wait(), op))
-        sent = x if how.encode is None else how.encode(x)
-        raw = _F.all_reduce.default(sent.contiguous(), how.wire, self._name)
+        sent = sent_by.all_reduce(self, x if how.encode is None else how.encode(x), x, how.wire, async_op)
         decode = how.decode
         if decode is None:
-            return Pending(finish=lambda: _wait(raw), raw=raw)
-        return Pending(finish=lambda: decode(_wait(raw)))
+            return Pending(finish=sent.wait, raw=sent.lazy)
+        return Pending(finish=lambda: decode(sent.wait()))
 
     def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
     ) -> Pending[list[torch.Tensor]]:
         dtype, width = x.dtype, items_of(x.dtype)
         numels = [prod(s) * width for s in shapes]
         most, itemsize = max(numels), x.itemsize // width
-        direct = eager(x) and x.device.type == "cpu"
+        direct = eager(x) and not sent_by.in_queue(x)
         if padding_counts((self.size - 1) * most * itemsize, (sum(numels) - min(numels)) * itemsize):
             flat = flat_of(x)
             purpose.kind = "all_gather"
             try:
-                return put(self._exchange(flat.repeat(self.size), [flat.numel()] * self.size, dtype, shapes), into)
+                every, splits = flat.repeat(self.size), [flat.numel()] * self.size
+                return put(self._exchange(every, splits, dtype, shapes, async_op), into)
             finally:
                 purpose.kind = None
         if into is not None and direct:
             return self._gather_into(x, shapes, into)
-        wait = self._gather(padded(flat_of(x), most), direct)
+        flat = padded(flat_of(x), most)
+        sent = self._gather(flat) if direct else sent_by.all_gather(self, flat, async_op)
 
         def finish() -> list[torch.Tensor]:
-            got = wait()
+            got = sent.wait()
             return [unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)]
 
         return put(Pending(finish=finish), into)
 
-    def _gather(self, flat: torch.Tensor, direct: bool) -> Callable[[], torch.Tensor]:
-        """All positions' `flat` in one tensor, by group rank, once the returned function is called.
+    def _gather(self, flat: torch.Tensor) -> Sent:
+        """All positions' `flat` in one tensor, by group rank, asked of the group itself.
 
-        With `direct` the group itself is asked: several functional gathers under way in one gloo group can spoil
-        the heap of the process.
+        Several functional gathers under way in one gloo group can spoil the heap of the process.
         """
-        if not direct:
-            raw = _F.all_gather_into_tensor.default(flat, self.size, self._name)
-            return lambda: _wait(raw)
         out = flat.new_empty(self.size * flat.numel())
         options = c10d.AllgatherOptions()
         options.asyncOp = True
-        work = self.group._allgather_base(out, waited(flat), options)
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            return out
-
-        return wait
+        return issued(self, "all_gather", out, self.group._allgather_base, out, waited(flat), options)
 
     def _gather_into(
         self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor]
@@ -143,109 +138,111 @@ class C10dCommunicator(Communicator):
         options = c10d.AllgatherOptions()
         options.asyncOp = True
         outputs = [carried(t) for t in self._by_group_rank([spare.get(i, t) for i, t in enumerate(into)])]
-        work = self.group.allgather([outputs], [carried(x.contiguous())], options)
+        sent = issued(self, "all_gather", x, self.group.allgather, [outputs], [carried(x.contiguous())], options)
 
         def finish() -> list[torch.Tensor]:
-            work.wait()
+            sent.wait()
             for i in short:
                 into[i].copy_(spare[i].view(-1)[: prod(shapes[i])].view(tuple(shapes[i])))
             return list(into)
 
         return Pending(finish=finish)
 
-    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]:
         own = parts[self.rank]
         dtype, shape = own.dtype, own.shape
         how = reduction(op, dtype, self.size, not self._nccl or own.device.type == "cpu")
         if how.wire is None:
-            received = self._all_to_all(parts, [tuple(shape)] * self.size)
+            received = self._all_to_all(parts, [tuple(shape)] * self.size, async_op)
             return Pending(finish=lambda: reduce_tensors(received.wait(), op))
         encode, decode = how.encode, how.decode
         if encode is None and all(p.shape == shape for p in parts):
-            raw = _F.reduce_scatter_tensor.default(packed(self._by_group_rank(parts)), how.wire, self.size, self._name)
+            sent = sent_by.reduce_scatter(self, packed(self._by_group_rank(parts)), how.wire, async_op)
             if decode is None and own.dim() == 1:
-                return Pending(finish=lambda: _wait(raw), raw=raw)
-            return Pending(finish=lambda: shaped(_wait(raw), decode, shape))
+                return Pending(finish=sent.wait, raw=sent.lazy)
+            return Pending(finish=lambda: shaped(sent.wait(), decode, shape))
         flats = list(parts) if encode is None else [encode(p.reshape(-1)) for p in parts]
         wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
         most = max(f.numel() for f in flats)
         total = sum(f.numel() for f in flats)
         if eager(own) and padding_counts(self.size * most * own.itemsize, total * own.itemsize):
-            return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape)
-        sent = spaced(self._by_group_rank(flats), most)
-        raw = _F.reduce_scatter_tensor.default(sent, how.wire, self.size, self._name)
+            return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape, async_op)
+        even = sent_by.reduce_scatter(self, spaced(self._by_group_rank(flats), most), how.wire, async_op)
 
         def finish() -> torch.Tensor:
-            return shaped(_wait(raw).narrow(0, 0, numel).view(wire_shape), decode, shape)
+            return shaped(even.wait().narrow(0, 0, numel).view(wire_shape), decode, shape)
 
         return Pending(finish=finish)
 
     def _uneven_scatter(
-        self, flats: Sequence[torch.Tensor], how: Reduction, wire_shape: Shape, shape: Shape
+        self, flats: Sequence[torch.Tensor], how: Reduction, wire_shape: Shape, shape: Shape, async_op: bool
     ) -> Pending[torch.Tensor]:
         """A reduce-scatter of parts of unlike sizes, as a list."""
         out = torch.empty_like(flats[self.rank], memory_format=torch.contiguous_format)
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[how.wire or "sum"]  # type: ignore[assignment]
-        options.asyncOp = True
-        work = self.group.reduce_scatter([out], [list(self._by_group_rank(flats))], options)
+        options.asyncOp = async_op or not sent_by.in_queue(out)
+        lists = [list(self._by_group_rank(flats))]
+        sent = issued(self, "reduce_scatter", out, self.group.reduce_scatter, [out], lists, options)
         decode, size = how.decode, self.size
 
         def finish() -> torch.Tensor:
-            work.wait()
-            return shaped((out / size if how.wire == "avg" else out).view(tuple(wire_shape)), decode, shape)
+            got = sent.wait()
+            return shaped((got / size if how.wire == "avg" else got).view(tuple(wire_shape)), decode, shape)
 
         return Pending(finish=finish)
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool
+    ) -> Pending[list[torch.Tensor]]:
         dtype = parts[0].dtype
         ordered, width = self._by_group_rank(parts), items_of(dtype)
-        return self._exchange(flat_of(packed(ordered)), [p.numel() * width for p in ordered], dtype, shapes)
+        return self._exchange(flat_of(packed(ordered)), [p.numel() * width for p in ordered], dtype, shapes, async_op)
 
     def _exchange(
-        self, sent: torch.Tensor, out_splits: list[int], dtype: torch.dtype, shapes: Sequence[Shape]
+        self, flat: torch.Tensor, leave: list[int], dtype: torch.dtype, shapes: Sequence[Shape], async_op: bool
     ) -> Pending[list[torch.Tensor]]:
-        """One all-to-all of a flat buffer. `out_splits` by group rank, `shapes` by position."""
+        """One all-to-all of a flat buffer. `leave` (elements to each) by group rank, `shapes` by position."""
         width = items_of(dtype)
-        splits = [prod(s) * width for s in self._by_group_rank(shapes)]
-        raw = _F.all_to_all_single.default(sent, splits, out_splits, self._name)
-        starts = [0, *accumulate(splits)]
+        arrive = [prod(s) * width for s in self._by_group_rank(shapes)]
+        sent = sent_by.all_to_all(self, flat, arrive, leave, async_op)
+        starts = [0, *accumulate(arrive)]
 
         def finish() -> list[torch.Tensor]:
-            got = _wait(raw)
+            got = sent.wait()
             places = [self._place(i) for i in range(self.size)]
-            return [unflat(got.narrow(0, starts[g], splits[g]), dtype, shapes[i]) for i, g in enumerate(places)]
+            return [unflat(got.narrow(0, starts[g], arrive[g]), dtype, shapes[i]) for i, g in enumerate(places)]
 
         return Pending(finish=finish)
 
-    def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]:
+    def _broadcast(self, x: torch.Tensor, src: int, async_op: bool) -> Pending[torch.Tensor]:
         dtype, shape = x.dtype, x.shape
-        raw = _F.broadcast.default(flat_of(x), self._place(src), self._name)
-        return Pending(finish=lambda: unflat(_wait(raw), dtype, shape))
+        sent = sent_by.broadcast(self, flat_of(x), self._place(src), async_op)
+        return Pending(finish=lambda: unflat(sent.wait(), dtype, shape))
 
     def _scatter(
-        self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, shapes: Sequence[Shape] | None
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int,
+        shapes: Sequence[Shape] | None,
+        async_op: bool,
     ) -> Pending[torch.Tensor]:
         dtype, shape = like.dtype, like.shape
         flats = None if parts is None else [flat_of(p) for p in self._by_group_rank(parts)]
         if shapes is None or not eager(like):
             sizes = [0] * self.size if flats is None else [f.numel() for f in flats]
-            sent = flat_of(like).new_empty(0) if flats is None else torch.cat(flats)
+            flat = flat_of(like).new_empty(0) if flats is None else torch.cat(flats)
             arriving: list[Shape] = [(0,)] * self.size
             arriving[src] = tuple(shape)
-            pending = self._exchange(sent, sizes, dtype, arriving)
+            pending = self._exchange(flat, sizes, dtype, arriving, async_op)
             return Pending(finish=lambda: pending.wait()[src])
         most = max(prod(s) for s in shapes) * items_of(dtype)
         out = flat_of(like).new_empty(most)
         sent_parts = [] if flats is None else [[padded(f, most) for f in flats]]
         options = dist.ScatterOptions()
         options.rootRank = self._place(src)
-        options.asyncOp = True
-        work = self.group.scatter([out], sent_parts, options)
+        options.asyncOp = async_op or not sent_by.in_queue(out)
+        sent = issued(self, "scatter", out, self.group.scatter, [out], sent_parts, options)
         numel = prod(shape) * items_of(dtype)
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            return unflat(out.narrow(0, 0, numel), dtype, shape)
-
-        return Pending(finish=finish)
+        return Pending(finish=lambda: unflat(sent.wait().narrow(0, 0, numel), dtype, shape))

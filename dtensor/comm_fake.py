@@ -69,18 +69,18 @@ class FakeCommunicator(Communicator):
         if len(observers):
             observers.report(kind, self.ranks, elements, itemsize)
 
-    def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+    def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]:
         check_reduction(op, x.dtype)
         self._report("all_reduce", received("all_reduce", self.size, self.rank, x.numel()), x.itemsize)
         return Pending(_zeros(x, x.shape))
 
     def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
     ) -> Pending[list[torch.Tensor]]:
         self._report("all_gather", received("all_gather", self.size, self.rank, shapes), x.itemsize)
         return Pending([_zeros(x, s) for s in shapes] if into is None else [t.zero_() for t in into])
 
-    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]:
         own = parts[self.rank]
         check_reduction(op, own.dtype)
         self._report(
@@ -88,16 +88,23 @@ class FakeCommunicator(Communicator):
         )
         return Pending(_zeros(own, own.shape))
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool
+    ) -> Pending[list[torch.Tensor]]:
         self._report("all_to_all", received("all_to_all", self.size, self.rank, shapes), parts[0].itemsize)
         return Pending([_zeros(parts[0], s) for s in shapes])
 
-    def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]:
+    def _broadcast(self, x: torch.Tensor, src: int, async_op: bool) -> Pending[torch.Tensor]:
         self._report("broadcast", 0 if src == self.rank else x.numel(), x.itemsize)
         return Pending(x.clone(memory_format=torch.contiguous_format) if src == self.rank else _zeros(x, x.shape))
 
     def _scatter(
-        self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, shapes: Sequence[Shape] | None
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int,
+        shapes: Sequence[Shape] | None,
+        async_op: bool,
     ) -> Pending[torch.Tensor]:
         self._report("scatter", 0 if src == self.rank else like.numel(), like.itemsize)
         return Pending(_zeros(like, like.shape) if parts is None else parts[self.rank].clone())

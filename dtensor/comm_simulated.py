@@ -144,7 +144,7 @@ class SimulatedCommunicator(Communicator):
             )
         return world.threads.meet(world.rank, self.ranks, self.rank, (kind, *signature), payload, run_local(work))
 
-    def _all_reduce(self, x: torch.Tensor, op: str) -> Pending[torch.Tensor]:
+    def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]:
         check_reduction(op, x.dtype)
         elements = received("all_reduce", self.size, self.rank, x.numel())
         signature = ("shape", tuple(x.shape), "dtype", x.dtype, "op", op)
@@ -152,14 +152,14 @@ class SimulatedCommunicator(Communicator):
         return Pending(got)
 
     def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None
+        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
     ) -> Pending[list[torch.Tensor]]:
         elements = received("all_gather", self.size, self.rank, shapes)
         signature = ("shapes", tuple(tuple(s) for s in shapes), "dtype", x.dtype)
         got = self._meet("all_gather", signature, x, spec_all_gather, elements, x.itemsize)
         return Pending(got if into is None else [to.copy_(part) for to, part in zip(into, got)])
 
-    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str) -> Pending[torch.Tensor]:
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]:
         own = parts[self.rank]
         check_reduction(op, own.dtype)
         elements = received("reduce_scatter", self.size, self.rank, [p.shape for p in parts])
@@ -169,7 +169,9 @@ class SimulatedCommunicator(Communicator):
         )
         return Pending(got)
 
-    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending[list[torch.Tensor]]:
+    def _all_to_all(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool
+    ) -> Pending[list[torch.Tensor]]:
         elements = received("all_to_all", self.size, self.rank, shapes)
         itemsize = parts[0].itemsize
         signature = ("dtype", parts[0].dtype)
@@ -191,14 +193,19 @@ class SimulatedCommunicator(Communicator):
                 f"{self.ranks[sender]}, which sends {tuple(sent)}"
             )
 
-    def _broadcast(self, x: torch.Tensor, src: int) -> Pending[torch.Tensor]:
+    def _broadcast(self, x: torch.Tensor, src: int, async_op: bool) -> Pending[torch.Tensor]:
         elements = 0 if src == self.rank else x.numel()
         signature = ("shape", tuple(x.shape), "dtype", x.dtype, "src", src)
         got = self._meet("broadcast", signature, x, lambda xs: spec_broadcast(xs, src), elements, x.itemsize)
         return Pending(got)
 
     def _scatter(
-        self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int, shapes: Sequence[Shape] | None
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int,
+        shapes: Sequence[Shape] | None,
+        async_op: bool,
     ) -> Pending[torch.Tensor]:
         elements = 0 if src == self.rank else like.numel()
         signature = ("dtype", like.dtype, "src", src)

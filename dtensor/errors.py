@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "explain_error"]
+__all__ = ["CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "explain_error"]
+
+
+class CollectiveError(RuntimeError):
+    """A collective that its process group did not finish: a timeout, an abort, a rank that is gone."""
+
+    def during(self, what: str) -> None:
+        """Say what the collective was for. Said once, by whoever is nearest to it."""
+        text = str(self.args[0]) if self.args else ""
+        if "\n  for: " not in text:
+            head, _, rest = text.partition("\n  from: ")
+            self.args = (f"{head}\n  for: {what}" + (f"\n  from: {rest}" if rest else ""),)
 
 
 class LayoutError(RuntimeError):
