@@ -67,11 +67,7 @@ def _mesh_code(self: DeviceMesh) -> tuple[str, dict[str, type]]:
 
 
 def _register_constants() -> None:
-    """Make placements and meshes values that dynamo can hold and ask.
-
-    Without torch's registry they are not, nor with one that asks a metaclass of them, as that of torch 2.11 does:
-    it would slow down every `isinstance`. Without it code with placements in it breaks the graph.
-    """
+    """Make placements and meshes values that dynamo can hold and ask. Without torch's registry they are not."""
     Placement.__fx_repr__ = _placement_code  # type: ignore[attr-defined]
     DeviceMesh.__fx_repr__ = _mesh_code  # type: ignore[attr-defined]
     try:
@@ -79,10 +75,7 @@ def _register_constants() -> None:
     except ImportError:
         return
     for cls, asked in _KINDS:
-        try:
-            register_opaque_type(cls, typ="value", members=dict.fromkeys(asked, MemberType.USE_REAL))
-        except TypeError:
-            return
+        register_opaque_type(cls, typ="value", members=dict.fromkeys(asked, MemberType.USE_REAL))
 
 
 _register_constants()

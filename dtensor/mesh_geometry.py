@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dtensor.comm import Communicator
 from dtensor.mesh_layout import Axis, axis_digit, axis_offsets, axis_size
+from dtensor.placement import ConstantMeta
 from dtensor.world import World, current_world
 
 __all__ = ["AxisRef", "BackendConfig", "MeshGeometry", "Ranks"]
@@ -29,7 +30,7 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, MeshGeometry] = weakref.WeakValueDictionary()
 
 
-class MeshGeometry:
+class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """A grid of ranks as one of them sees it. `shape`, `ndim` and `coord` (None outside) are plain attributes.
 
     `graph_number` is how a compiled graph names this object.

@@ -16,13 +16,30 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+import torch
+
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "StridedShard", "_StridedShard", "as_placement"]
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 _NORM = re.compile(r"norm(\d+(\.\d+)?)$")
 
 
-class Placement:
+def _metaclass() -> type[type]:
+    """What `torch.compile` of torch 2.11 asks of classes whose objects are constants (`dtensor.compiled`), or `type`.
+
+    It makes `isinstance` slower, so newer versions, which ask for nothing, get none.
+    """
+    if torch.__version__ >= (2, 12):
+        return type
+    from torch._opaque_base import OpaqueBaseMeta
+
+    return OpaqueBaseMeta
+
+
+ConstantMeta: type[type] = _metaclass()
+
+
+class Placement(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """Base of all placements. Its predicates answer False; subclasses answer for themselves."""
 
     __slots__ = ()

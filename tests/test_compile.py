@@ -67,6 +67,7 @@ def start_fake_world() -> dtensor.DeviceMesh:
     return init_device_mesh("cpu", (4,))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="the fake group of torch 2.11 leaves what it gives unset")
 def test_layouts_and_writes() -> None:
     """Another layout or shape is another graph; uneven and pending inputs; what is written is there afterwards."""
     start_fake_world()
