@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dtensor.mesh_arguments import as_names, as_ranks, choose_device, normalise_override
+from dtensor.mesh_arguments import as_names, as_ranks, choose_device, normalise_override, start_world
 from dtensor.mesh_geometry import AxisRef, BackendConfig
 from dtensor.mesh_groups import MeshGroups, canonical
 from dtensor.mesh_layout import Axis, coalesce, overlap, row_major, split_axis
@@ -91,7 +91,7 @@ class DeviceMesh(MeshGroups):
         self._setup(device_type, flat, key, row_major(ranks.shape), names, world, _rank, None)
         self._overrides = tuple(backend_override) if backend_override else None
         if _init_backend:
-            self._make_groups()
+            self._make_groups(everyone=True)
 
     @staticmethod
     def _find_world(device_type: str, count: int, init_backend: bool, rank: int | None) -> World | None:
@@ -100,7 +100,7 @@ class DeviceMesh(MeshGroups):
             if not init_backend and rank is not None:
                 return None
             if init_backend:
-                dist.init_process_group()
+                start_world(device_type)
         world = current_world()
         if init_backend:
             if count > world.size:
@@ -418,9 +418,14 @@ def _numbers(nested: Any) -> tuple[int, ...]:
     return (nested,) if isinstance(nested, int) else tuple(n for part in nested for n in _numbers(part))
 
 
+def _axes_of(mesh: Any) -> tuple[Axis, ...]:
+    """The axes of torch's mesh, which have the same (shape, stride) form as ours."""
+    return tuple(coalesce(zip(_numbers(axis.shape), _numbers(axis.stride))) for axis in mesh._layout)
+
+
 def _convert(mesh: Any) -> DeviceMesh:
-    """Our mesh for torch's, whose axes have the same (shape, stride) form as ours."""
-    axes = tuple(coalesce(zip(_numbers(axis.shape), _numbers(axis.stride))) for axis in mesh._layout)
+    """Our mesh for torch's."""
+    axes = _axes_of(mesh)
     root = mesh._get_root_mesh()
     if root is not mesh:
         ours = DeviceMesh.from_torch(root)._derive(axes, mesh.mesh_dim_names)

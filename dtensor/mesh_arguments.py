@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dtensor.mesh_geometry import BackendConfig, Ranks
 from dtensor.world import World
 
-__all__ = ["as_names", "as_ranks", "choose_device", "normalise_override"]
+__all__ = ["as_names", "as_ranks", "choose_device", "normalise_override", "own_device", "start_world"]
 
 
 def as_ranks(mesh: object) -> Ranks:
@@ -39,16 +39,61 @@ def as_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
     return made
 
 
-def choose_device(device_type: str, world: World) -> None:
-    """Set the process's accelerator from LOCAL_RANK, or rank modulo devices, unless one was set before."""
+def start_world(device_type: str) -> None:
+    """`init_process_group()` from the environment, bound to this process's accelerator, which is chosen first.
+
+    A group that is bound connects at once, and the groups of a mesh can be split off it.
+    """
     handle = getattr(torch, device_type, None)
-    if device_type == "cpu" or handle is None or dist.get_backend() == "fake" or handle.is_initialized():
+    if device_type == "cpu" or handle is None or not handle.is_available() or "LOCAL_RANK" not in os.environ:
+        dist.init_process_group()
         return
-    if "LOCAL_RANK" in os.environ:
-        handle.set_device(int(os.environ["LOCAL_RANK"]))
+    if not handle.is_initialized():
+        handle.set_device(own_device(device_type))
+    dist.init_process_group(device_id=torch.device(device_type, handle.current_device()))
+
+
+def own_device(device_type: str) -> int:
+    """The index of the accelerator that is this process's own, one process a device, by LOCAL_RANK.
+
+    Where a launcher shows each process one device only (CUDA_VISIBLE_DEVICES differs between them), that is number 0.
+    Raises RuntimeError where the machine shows fewer devices than processes were started on it.
+    """
+    count, local = getattr(torch, device_type).device_count(), int(os.environ["LOCAL_RANK"])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if max(here, local + 1) <= count:
+        return local
+    if count == 1 and shown:
+        return 0
+    seen = "is not set" if shown is None else f"is {shown!r}"
+    raise RuntimeError(
+        f"{here} processes were started on this machine (LOCAL_RANK here is {local}), and torch sees {count} "
+        f"{device_type} device{'s' * (count != 1)} (CUDA_VISIBLE_DEVICES {seen}): "
+        f"each process needs one of its own. Start at most {count}: torchrun --nproc-per-node {max(count, 1)} ..."
+    )
+
+
+def choose_device(device_type: str, world: World) -> None:
+    """Set the process's accelerator, unless one was set before.
+
+    It is the one that the default group is bound to, else that of `own_device`, else rank modulo devices.
+    """
+    handle = getattr(torch, device_type, None)
+    if device_type == "cpu" or handle is None or dist.get_backend() == "fake":
+        return
+    bound = dist.distributed_c10d._get_default_group().bound_device_id if dist.is_initialized() else None
+    if bound is not None and bound.type == device_type and handle.is_available():
+        if handle.current_device() != bound.index:
+            handle.set_device(bound.index)
+        return
+    if handle.is_initialized():
         return
     count = handle.device_count()
     if count == 0:
+        return
+    if "LOCAL_RANK" in os.environ:
+        handle.set_device(own_device(device_type))
         return
     warnings.warn(
         f"No device was chosen and LOCAL_RANK is not set: rank {world.rank} takes {device_type}:{world.rank % count}. "

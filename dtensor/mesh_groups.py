@@ -37,16 +37,20 @@ class MeshGroups(MeshGeometry):
 
     __slots__ = ()
 
-    def _make_groups(self) -> None:
-        """Make the groups of all axes longer than 1, in order. In c10d worlds the members of each must do so alike."""
+    def _make_groups(self, everyone: bool = False) -> None:
+        """Make the groups of all axes longer than 1, in order. In c10d worlds the members of each must do so alike.
+
+        `everyone`: all ranks of the mesh do so now, so that groups of a mesh over the whole world can be split off.
+        """
         self._ready = True
         if not self._in_c10d():
             return
         if self._position is None:
             return
+        world = everyone and self._map.size == dist.get_world_size() and group_table().splits(self._device_type)
         for i, axis in enumerate(self._axes):
             if axis_size(axis) > 1:
-                self._group_of(axis, i)
+                self._group_of(axis, i, self._rows(axis) if world else None)
 
     def _in_c10d(self) -> bool:
         """True where groups are those of `torch.distributed` (or would be: a mesh of pure geometry has none)."""
@@ -76,7 +80,9 @@ class MeshGroups(MeshGeometry):
         ranks: list[int] = self._map[self._position - own + axis_offsets(axis)].tolist()
         return tuple(ranks)
 
-    def _group_of(self, axis: Axis, index: int | None = None) -> dist.ProcessGroup:
+    def _group_of(
+        self, axis: Axis, index: int | None = None, rows: Sequence[Sequence[int]] | None = None
+    ) -> dist.ProcessGroup:
         """The process group of the ranks along `axis`, in their order; shared by all meshes of one root."""
         if not self._ready:
             raise RuntimeError("DeviceMesh process groups not initialized!")
@@ -87,7 +93,7 @@ class MeshGroups(MeshGeometry):
         if group is None:
             ranks = self._along(axis)
             if self._in_c10d():
-                group = group_table().get(ranks, self._device_type, *override)
+                group = group_table().get(ranks, self._device_type, *override, rows=rows, desc=self._named(axis))
             else:
                 group = _mesh_world(self._world).group(ranks)
             shared[key] = group
@@ -148,7 +154,17 @@ class MeshGroups(MeshGeometry):
         position = axis_digit(axis, self._position or 0)
         if not self._in_c10d():
             return _mesh_world(self._world).communicator(ranks, position)
-        return C10dCommunicator(self._group_of(axis, index), ranks, position)
+        return C10dCommunicator(self._group_of(axis, index), ranks, position, self._named(axis))
+
+    def _named(self, axis: Axis) -> str:
+        """What logs and errors call an axis: "'tp' of the mesh (dp=2, tp=4)"; "'0+1' of ..." where several meet."""
+        own = {canonical(a): self._names[i] if self._names else str(i) for i, a in enumerate(self._axes)}
+        name = own.get(canonical(axis))
+        if name is None:
+            parts = [n for a, n in own.items() if set(a) & set(axis) or set(canonical(a)) & set(axis)]
+            name = "+".join(parts) if parts else "flattened"
+        shape = ", ".join(f"{n}={k}" if self._names else str(k) for n, k in zip(self._names or self.shape, self.shape))
+        return f"{name!r} of the mesh ({shape})"
 
     def _adopt(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Use `groups`, one an axis, as this root mesh's own."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -18,18 +19,29 @@ class GroupTable:
     """The process groups of meshes, each made once for its ranks in their order, by its members only.
 
     A group's name holds its ranks and how many groups of these ranks came before, so members agree on it whatever
-    other groups they are in, and ranks outside need not take part. For the same reason groups are not split off a
-    default group that is bound to a device (eager NCCL): that takes all ranks of the world.
+    other groups they are in, and ranks outside need not take part.
+
+    NCCL communicators are bound to this process's device and connected at once. Splitting one off the default group's
+    shares its resources and takes no rendezvous, but all ranks of the world must take part. So that is done only for
+    the axes of a mesh over the whole world, which all ranks make alike, and where the default group is bound to a
+    device (`init_process_group(device_id=...)`), as only then it is sure to be connected. What is split together, a
+    *family* of rows that share out the world, is remembered together: whether one is known is the same on all ranks.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._count: dict[tuple[int, ...], int] = {}
+        self._families: set[tuple[tuple[int, ...], ...]] = set()
 
     def get(
-        self, ranks: Sequence[int], device_type: str, backend: str | None = None, options: object = None
-    ) -> dist.ProcessGroup:
-        """The group of `ranks`, which this rank is one of. With `options` always a new group."""
+        self, ranks: Sequence[int], device_type: str, backend: str | None = None, options: object = None,
+        rows: Sequence[Sequence[int]] | None = None, desc: str = "mesh",
+    ) -> dist.ProcessGroup:  # fmt: skip
+        """The group of `ranks`, which this rank is one of. With `options` always a new group.
+
+        `rows`: the ranks of all groups like this one, in one order on all ranks, where together they are the world and
+        every rank makes its own now. `desc` is what logs call the group.
+        """
         default = c10d._get_default_group()
         members = tuple(ranks)
         backend = backend or self._backend(default, device_type)
@@ -37,13 +49,26 @@ class GroupTable:
         if plain and members == tuple(range(default.size())):
             return default
         key = (members, backend)
-        known = self._made.get(key) if options is None else None
+        family = None if rows is None or not plain else tuple(tuple(row) for row in rows)
+        parent = None if family is None or family in self._families else _parent(default, backend)
+        known = self._made.get(key) if options is None and parent is None else None
         if known is not None and known in c10d._world.pg_map:
             return known
-        group = self._make(members, backend, options)
+        if parent is not None and family is not None:
+            self._families.add(family)
+            options = _split(parent, family.index(members))
+            group = self._make(members, backend, options, device_type, desc)
+            self._made[key] = group
+            return group
+        group = self._make(members, backend, options, device_type, desc)
         if options is None:
             self._made[key] = group
         return group
+
+    def splits(self, device_type: str) -> bool:
+        """True where the groups of a whole world's mesh of such devices are split off the default group's."""
+        default = c10d._get_default_group()
+        return _parent(default, self._backend(default, device_type)) is not None
 
     @staticmethod
     def _backend(default: dist.ProcessGroup, device_type: str) -> str:
@@ -54,23 +79,61 @@ class GroupTable:
             return usual
         return backend
 
-    def _make(self, members: tuple[int, ...], backend: str, options: object) -> dist.ProcessGroup:
+    def _make(
+        self, members: tuple[int, ...], backend: str, options: object, device_type: str, desc: str
+    ) -> dist.ProcessGroup:  # fmt: skip
         timeout = getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.Backend(backend))
         before = self._count.get(members, 0)
         self._count[members] = before + 1
-        return _new_group(members, f"dtensor:{'_'.join(map(str, members))}:{before}", backend, options, timeout)
+        name = f"dtensor:{'_'.join(map(str, members))}:{before}"
+        return _new_group(members, name, backend, options, timeout, _device(backend, device_type), desc)
+
+
+def _is_nccl(backend: str) -> bool:
+    return "nccl" in backend
+
+
+def _parent(default: dist.ProcessGroup, backend: str) -> object:
+    """The default group's NCCL backend, where a communicator can be split off it; else None."""
+    if not _is_nccl(backend) or default.bound_device_id is None:
+        return None
+    return c10d._get_split_source(default)
+
+
+def _split(parent: object, color: int) -> object:
+    """Options for a communicator split off `parent` by the ranks that give the same `color`, as many as there are."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = False
+    options.split_from, options.split_color = parent, color
+    return options
+
+
+def _device(backend: str, device_type: str) -> torch.device | None:
+    """The device that an NCCL communicator is bound to: the default group's, or the current one."""
+    if not _is_nccl(backend) or device_type == "cpu":
+        return None
+    bound: torch.device | None = c10d._get_default_group().bound_device_id
+    if bound is not None and bound.type == device_type:
+        return bound
+    handle = getattr(torch, device_type, None)
+    if handle is None or not handle.is_available():
+        return None
+    return torch.device(device_type, handle.current_device())
 
 
 def _new_group(
-    members: tuple[int, ...], name: str, backend: str, options: object, timeout: timedelta
-) -> dist.ProcessGroup:
-    """`dist.new_group` by a name of our own; only the members call it."""
+    members: tuple[int, ...], name: str, backend: str, options: object, timeout: timedelta,
+    device: torch.device | None, desc: str,
+) -> dist.ProcessGroup:  # fmt: skip
+    """`dist.new_group` by a name of our own, connected to `device` at once if there is one; only members call it."""
     default = c10d._get_default_group()
     store = c10d._world.pg_map[default][1]
+    if options is not None and hasattr(options, "_timeout"):
+        options._timeout = timeout
     with _unbound(default):
         group, _ = c10d._new_process_group_helper(
             len(members), members.index(default.rank()), list(members), dist.Backend(backend), store,
-            c10d.GroupName(name), backend_options=options, timeout=timeout, group_desc="mesh",
+            c10d.GroupName(name), backend_options=options, timeout=timeout, device_id=device, group_desc=desc,
         )  # fmt: skip
     c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(members)}
     return cast(dist.ProcessGroup, group)
@@ -78,7 +141,7 @@ def _new_group(
 
 @contextmanager
 def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
-    """Hide the device that the default group is bound to, so that torch makes a group instead of splitting one off."""
+    """Hide the device that the default group is bound to: torch would split a group off it, by a hash of its ranks."""
     device = default.bound_device_id
     if device is None:
         yield
