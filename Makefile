@@ -60,7 +60,7 @@ $(CLIENTS): $(STAMP) tests/clients/requirements.txt
 	touch $(CLIENTS)
 
 clients: $(CLIENTS)
-	$(if $(RECORD),RECORD=1) .venv-clients/bin/python -m pytest tests/clients -n 0 -v $(TESTS)
+	$(if $(RECORD),RECORD=1) .venv-clients/bin/python -m pytest tests/clients -n 0 $(TESTS)
 
 clean:
 	rm -rf .venv .venv-clients build *.egg-info .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ A case that torch's engine cannot run is held to one process alone, and must be 
 the error.
 
 One start of processes serves all cases of a program: one process, then each number of ranks on both engines. The one
-process's values are also held to those in `recorded/NAME.json` (scalars, and each tensor's norm), which
+process's values are also held to those in `recorded/NAME.json` (scalars, and norms of tensors), which
 `make clients RECORD=1` writes. Nothing is started while tests are collected, or where the program is not installed:
 its tests are skipped with the reason.
 """
@@ -68,12 +68,15 @@ def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple
     return max(((difference(a[name], b[name]), name) for name in a), default=(0.0, ""))
 
 
-def summary(values: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What is recorded of a result: scalars, and the shape and the norm of each tensor."""
-    return {
-        name: x.item() if x.dim() == 0 else {"shape": list(x.shape), "norm": x.double().norm().item()}
-        for name, x in values.items()
-    }
+def summary(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """What is recorded of a result: scalars, and one norm of all tensors whose names have a first word in common."""
+    kept: dict[str, float] = {name: x.item() for name, x in values.items() if x.dim() == 0}
+    squares: dict[str, float] = {}
+    for name, x in values.items():
+        if x.dim() > 0:
+            word = name.partition(" ")[0]
+            squares[word] = squares.get(word, 0.0) + x.double().square().sum().item()
+    return kept | {f"norm of {word}": square**0.5 for word, square in squares.items()}
 
 
 @dataclass(frozen=True)
@@ -157,17 +160,17 @@ class Client:
         """Fail where the one process's numbers are not those recorded; record them when RECORD is set."""
         file = HERE / "recorded" / f"{self.name}.json"
         kept = json.loads(file.read_text()) if file.exists() else {}
-        now = json.loads(json.dumps(summary(one)))
+        now = summary(one)
         if os.environ.get("RECORD"):
             versions = {name: importlib.metadata.version(name) for name in ("torch", *self.needs)}
             cases = {**kept.get("cases", {}), case: now}
             file.write_text(json.dumps({"versions": versions, "cases": dict(sorted(cases.items()))}, indent=1) + "\n")
             return
         assert case in kept.get("cases", {}), f"no numbers recorded for {case}: make clients RECORD=1"
-        flat, expected = _numbers(now), _numbers(kept["cases"][case])
-        assert flat.keys() == expected.keys()
+        expected = kept["cases"][case]
+        assert now.keys() == expected.keys()
         for key, value in expected.items():
-            assert flat[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} on one process is not as recorded"
+            assert now[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} on one process is not as recorded"
 
 
 def installed(name: str) -> bool:
@@ -213,17 +216,6 @@ def run(client: Client, engine: str, ranks: int) -> dict[str, Any]:
     Returns `{"engine": module of the DTensor class, "cases": {case: values or error}, "output": for a case without}`.
     """
     return _run(client.name, client.cases, engine, ranks, client.timeout)
-
-
-def _numbers(kept: dict[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for name, value in kept.items():
-        if isinstance(value, dict):
-            flat[f"{name}.norm"] = value["norm"]
-            flat |= {f"{name}.shape[{i}]": n for i, n in enumerate(value["shape"])}
-        else:
-            flat[name] = float(value)
-    return flat
 
 
 def _last_line(text: str) -> str:

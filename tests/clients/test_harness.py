@@ -16,7 +16,7 @@ def test_difference() -> None:
         assert difference(other, a) == float("inf") or other.shape != a.shape
     assert differences({"x": a, "y": a}, {"x": a, "y": a * 2}) == (0.5, "y")
     assert differences({"x": a}, {})[0] == float("inf")
-    assert summary({"x": a[0], "y": a}) == {"x": 1.0, "y": {"shape": [3], "norm": pytest.approx(101**0.5)}}
+    assert summary({"x": a[0], "y 1": a, "y 2": a}) == {"x": 1.0, "norm of y": pytest.approx(202**0.5)}
 
 
 ONE, OFF = {"loss": torch.tensor([1.0, 2.0])}, {"loss": torch.tensor([1.0, 2.5])}

@@ -65,8 +65,12 @@ class Program:
 
     def case(self, function):
         """Add a case under its function's name."""
-        self.cases[function.__name__] = function
+        self.add(function.__name__, function)
         return function
+
+    def add(self, name, function):
+        """Add a case under a name."""
+        self.cases[name] = function
 
     def main(self, group=True):
         """Run the cases named on the command line, or all; `group`: make the process group here."""
