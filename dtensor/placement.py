@@ -29,7 +29,7 @@ def _metaclass() -> type[type]:
 
     It makes `isinstance` slower, so newer versions, which ask for nothing, get none.
     """
-    if torch.__version__ >= (2, 12):
+    if torch.__version__ >= "2.12":
         return type
     from torch._opaque_base import OpaqueBaseMeta
 
