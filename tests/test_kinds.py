@@ -251,6 +251,8 @@ ELSEWHERE_IN_MEMORY: dict[str, Program] = {
 @pytest.mark.parametrize("name", ELSEWHERE_IN_MEMORY)
 def test_results_lie_in_memory_as_on_this_device(name: str) -> None:
     """Whether `reshape` is a view or a copy follows from the strides, which torch's shape functions tell per device."""
+    if name == "rfftn" and torch.__version__ < "2.12":
+        pytest.skip("the shape function of torch 2.11 gives other strides than its kernel")
 
     def program(x: torch.Tensor) -> Any:
         y = ELSEWHERE_IN_MEMORY[name](x.detach())
