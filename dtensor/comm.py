@@ -90,6 +90,11 @@ class Pending(Generic[T]):
         return self._finish is not None and self._raw is None
 
     @property
+    def raw(self) -> torch.Tensor | None:
+        """The tensor that the collective fills, where that is the result as it is."""
+        return self._raw
+
+    @property
     def tensor(self) -> torch.Tensor:
         """The result as a tensor that waits when it is first used.
 

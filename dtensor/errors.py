@@ -13,6 +13,7 @@ class CollectiveError(RuntimeError):
         text = str(self.args[0]) if self.args else ""
         if "\n  for: " not in text:
             head, _, rest = text.partition("\n  from: ")
+            what = what.replace("\n", "\n    ")
             self.args = (f"{head}\n  for: {what}" + (f"\n  from: {rest}" if rest else ""),)
 
 
