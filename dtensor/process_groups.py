@@ -56,7 +56,7 @@ class GroupTable:
             return known
         if parent is not None and family is not None:
             self._families.add(family)
-            options = _split(parent, family.index(members))
+            options = _split(parent, family.index(members) + 1)
             group = self._make(members, backend, options, device_type, desc)
             self._made[key] = group
             return group
@@ -101,7 +101,7 @@ def _parent(default: dist.ProcessGroup, backend: str) -> object:
 
 
 def _split(parent: object, color: int) -> object:
-    """Options for a communicator split off `parent` by the ranks that give the same `color`, as many as there are."""
+    """Options for a communicator split off `parent` by the ranks that give the same `color`, which is positive."""
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = False
     options.split_from, options.split_color = parent, color
