@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-ROW = "{:<18} {:<26} {:>5}  {:<34} {}"
+ROW = "{:<18} {:<34} {:>5}  {:<34} {}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

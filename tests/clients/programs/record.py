@@ -84,7 +84,9 @@ class Program:
             try:
                 values = {key: whole(x) for key, x in self.cases[name]().items()}
                 results[name] = self.agreed(values)
-            except Exception:
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
                 results[name] = traceback.format_exc()
                 if self.rank == 0:
                     print(name, results[name], sep="\n", file=sys.stderr, flush=True)

@@ -89,9 +89,9 @@ def by_mesh(model):
     return list(groups.values())
 
 
-def optimizers_of(model):
-    """AdamW over each of those groups."""
-    return [torch.optim.AdamW(group, lr=1e-2, eps=1e-3, weight_decay=0.1) for group in by_mesh(model)]
+def optimizer_of(model):
+    """AdamW, those groups as its parameter groups."""
+    return torch.optim.AdamW([{"params": group} for group in by_mesh(model)], lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
 def clip(model):
@@ -111,14 +111,13 @@ def trained(model, batch, steps=3, mean=lambda loss: loss):
     `mean` makes the loss of all rows out of that of this rank's.
     """
     values = {}
-    optimizers = optimizers_of(model)
+    optimizer = optimizer_of(model)
     for step in range(steps):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         if step == 0:
             values |= {f"grad {name}": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         values |= {f"loss {step}": mean(loss.detach()), f"norm {step}": clip(model)}
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return values | {f"trained {name}": whole(p) for name, p in model.named_parameters()}

@@ -8,7 +8,7 @@ in another layout.
 import torch
 import torch.distributed as dist
 from record import Program, whole
-from tiny_models import SCRATCH, barrier, checkpoint, clip, loaded, optimizers_of, tokens_of, trained
+from tiny_models import SCRATCH, barrier, checkpoint, clip, loaded, optimizer_of, tokens_of, trained
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
@@ -41,12 +41,11 @@ def everything(name, **sizes):
     """What is recorded of one model in one layout."""
     model = loaded(checkpoint(name), distributed_config=DistributedConfig(**sizes))
     batch = tokens_of(model.config, rows=4)
+    model.train()
+    values = trained(model, mine(model, batch), mean=mean)
     model.eval()
-    values = {}
     with torch.no_grad():
         values["generated"] = model.generate(batch[:2, :4], max_new_tokens=5, do_sample=False)
-    model.train()
-    values |= trained(model, mine(model, batch), mean=mean)
     model.save_pretrained(SCRATCH / f"{name}-saved")
     barrier()
     again = loaded(SCRATCH / f"{name}-saved")
@@ -108,13 +107,12 @@ def mixtral_fsdp_ep():
     return everything("mixtral", fsdp_size=4, ep_size=2)
 
 
-def step(model, optimizers, batch):
+def step(model, optimizer, batch):
     loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
     norm = clip(model)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     return {"loss": mean(loss.detach()), "norm": norm}
 
 
@@ -123,15 +121,15 @@ def resumed(name, before, after):
     folder = SCRATCH / f"{name}-sharded"
     model = loaded(checkpoint(name), distributed_config=DistributedConfig(**before))
     batch = tokens_of(model.config, rows=4)
-    optimizers = optimizers_of(model)
-    values = {f"step {i} {k}": v for i in (0, 1) for k, v in step(model, optimizers, mine(model, batch)).items()}
+    optimizer = optimizer_of(model)
+    values = {f"step {i} {k}": v for i in (0, 1) for k, v in step(model, optimizer, mine(model, batch)).items()}
     if dist.is_initialized():
         model.save_pretrained(folder, distributed_checkpoint=True)
-        save_optimizer_distributed(model, optimizers[0], str(folder / "optimizer"))
+        save_optimizer_distributed(model, optimizer, str(folder / "optimizer"))
         model = loaded(folder, distributed_config=DistributedConfig(**after))
-        optimizers = optimizers_of(model)
-        load_optimizer_distributed(model, optimizers[0], str(folder / "optimizer"))
-    values |= {f"step {i} {k}": v for i in (2, 3) for k, v in step(model, optimizers, mine(model, batch)).items()}
+        optimizer = optimizer_of(model)
+        load_optimizer_distributed(model, optimizer, str(folder / "optimizer"))
+    values |= {f"step {i} {k}": v for i in (2, 3) for k, v in step(model, optimizer, mine(model, batch)).items()}
     return values | {f"trained {key}": whole(p) for key, p in model.named_parameters()}
 
 
