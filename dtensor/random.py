@@ -7,10 +7,10 @@ position 0's generator counts, which costs one small broadcast; where a program 
 
 Two ways to keep them:
 
-*Whole draws* (`draw_part`), on CPU, for ops that read no values (`uniform_`, `rand_like`, dropout's mask, ...) and
-tensors of up to `WHOLE_DRAW` elements. A rank draws the numbers of the whole tensor, as a program on one device
-would, and keeps its part. So with ranks seeded alike numbers do not depend on the layout: they are those of one
-device, for the tensor and for everything drawn after it.
+*Whole draws* (`draw_part`), for ops that read no values (`uniform_`, `rand_like`, dropout's mask, ...) and tensors of
+up to `WHOLE_DRAW` elements, on CPU and on CUDA. A rank draws the numbers of the whole tensor, as a program on one
+device would, and keeps its part. So with ranks seeded alike numbers do not depend on the layout: they are those of one
+device (on CUDA: of the same model), for the tensor and for everything drawn after it.
 
     seed 5, f32[4@x,2]       one device draws a b c d e f g h        rank 0 keeps a b c d, rank 1 keeps e f g h
 
@@ -23,6 +23,12 @@ generator goes on where it was after that one number.
                                                                    mix(n, 1)       mix(n, 1)      shard 1
 
 A pending tensor counts as replicated here: what is drawn for it must be the same on all positions.
+
+**CUDA.** A generator there is a seed and an offset into the seed's stream, both kept on the host. Seeded draws take
+their number from the two and move the offset on, so that where no axis replicates, or inside `equal_seeds()`, the
+host does not wait for the device. Otherwise the number travels through the group, and the host waits for it, once an
+op. While a graph is captured generators cannot be seeded: seeded draws, and draws that have to agree, are refused then;
+whole draws inside `equal_seeds()` can be captured, and are other numbers at every replay.
 """
 
 from __future__ import annotations
@@ -71,6 +77,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
+        if not torch.cuda.is_available():  # tensors without values, as of a machine that is not here
+            return torch.default_generator
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
     raise NotImplementedError(f"random numbers on device type {device.type!r} are not supported; use cpu or cuda")
 
@@ -85,31 +94,35 @@ def draw_part(
     """
     if device.type == "meta":
         return draw(spec.local_shape)
-    if device.type != "cpu" or spec.numel > WHOLE_DRAW or spec.mesh.coord is None:
+    if device.type not in ("cpu", "cuda") or spec.numel > WHOLE_DRAW or spec.mesh.coord is None:
         got = run_seeded(lambda: draw(spec.local_shape), spec, generator, device)
         assert isinstance(got, torch.Tensor)
         return got
-    with _common_stream(spec, default_generator(device) if generator is None else generator):
+    with _common_stream(spec, default_generator(device) if generator is None else generator, device):
         whole = draw(spec.shape)
     return part_of(whole, spec)
 
 
 @contextlib.contextmanager
-def _common_stream(spec: Spec, generator: torch.Generator) -> Iterator[None]:
+def _common_stream(spec: Spec, generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Inside, `generator` stands where position 0's does, on every axis that does not shard.
 
     A rank whose generator stood elsewhere goes on from there, one number later.
     """
     axes = _agreeing_axes(spec)
+    if axes and _without_values(spec):
+        axes = []
     if axes and torch._C._len_torch_dispatch_stack() and traced(torch.empty(0)):
         raise RuntimeError(
             f"random numbers for {spec} inside torch.compile: the ranks make their generators agree at every call, "
             "which a graph cannot; draw outside of it, or, ranks seeded alike, `with dtensor.random.equal_seeds():`"
         )
+    if axes:
+        _refuse_capture(spec, device)
     own = common = generator.get_state() if axes else None
     for axis in axes:
         assert common is not None
-        common = spec.mesh.comm(axis).broadcast(common, 0)
+        common = spec.mesh.comm(axis).broadcast(common.to(device), 0).to("cpu")
     if own is None or common is None or torch.equal(own, common):
         yield
         return
@@ -118,7 +131,23 @@ def _common_stream(spec: Spec, generator: torch.Generator) -> Iterator[None]:
         yield
     finally:
         generator.set_state(own)
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        _next_number(generator)
+
+
+def _without_values(spec: Spec) -> bool:
+    """True for tensors without values in a world that does not exist: nothing is drawn, nothing must agree."""
+    world = spec.mesh._world
+    return world is not None and world.kind == "fake" and traced(torch.empty(0))
+
+
+def _refuse_capture(spec: Spec, device: torch.device) -> None:
+    """RuntimeError while a CUDA graph is captured: generators cannot be seeded, and no number can reach the host."""
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"random numbers for {spec} while a CUDA graph is captured: the generator would have to be seeded for this "
+            "rank, which a graph cannot; draw before the capture and pass the numbers, or, ranks seeded alike and what "
+            "is drawn of at most dtensor.random.WHOLE_DRAW elements, `with dtensor.random.equal_seeds():`"
+        )
 
 
 def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -158,14 +187,34 @@ def run_seeded(
         return run()
 
 
+def _next_number(generator: torch.Generator) -> int:
+    """One number of the generator, which goes on; read on the host."""
+    if generator.device.type == "cpu":
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    offset = generator.get_offset()
+    generator.set_offset(offset + PHILOX_STEP)
+    return _mix(generator.initial_seed(), offset)
+
+
+PHILOX_STEP = 4
+"""What the offset of a CUDA generator moves on by for one number; it must stay a multiple of 4."""
+
+
 @contextlib.contextmanager
 def _seeded(spec: Spec, generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Inside, `generator` is seeded for this rank's shard; afterwards it is where one number took it."""
-    seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
-    for axis in _agreeing_axes(spec):
-        seed = spec.mesh.comm(axis).broadcast(seed.to(device), 0)
+    if _without_values(spec):
+        yield
+        return
+    _refuse_capture(spec, device)
+    number, axes = _next_number(generator), _agreeing_axes(spec)
+    if axes:
+        common = torch.tensor(number, dtype=torch.int64, device=device)
+        for axis in axes:
+            common = spec.mesh.comm(axis).broadcast(common, 0)
+        number = int(common.item())
     state = generator.get_state()
-    generator.manual_seed(_mix(int(seed.item()), shard_number(spec)))
+    generator.manual_seed(_mix(number, shard_number(spec)))
     try:
         yield
     finally:
