@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from dtensor.comm_fake import FakeWorld, Traffic
@@ -88,6 +89,16 @@ def _named(error: BaseException, rank: int) -> BaseException:
     return named
 
 
+def _keep_device_guard() -> None:
+    """Have torch 2.11 make what stands for CUDA's device guard on this thread, if it ever will.
+
+    Builds for CUDA do so without a GPU, when a fake tensor is made first, and 2.11 keeps the address of an object that
+    ends with its thread.
+    """
+    if torch.__version__ < "2.12" and torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def simulate(world_size: int) -> Callable[..., list[Any]]:
     """A runner of SPMD functions: `simulate(4)(fn, *args, **kwargs)` is the list of every rank's result.
 
@@ -101,6 +112,7 @@ def simulate(world_size: int) -> Callable[..., list[Any]]:
         raise ValueError(f"simulate(world_size) takes 1 to {MAX_RANKS} ranks, got {world_size}")
 
     def run(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        _keep_device_guard()
         threads = RankThreads(world_size)
         store = HashStore()
 
