@@ -100,7 +100,7 @@ def price(model: CostModel, decision: Decision, inputs: Sequence[Spec]) -> float
         if len(axes) > 1:
             plan = plan_reshard(src, dst)
             total += plan.cost if model.by_seconds else sum(
-                model.launch(s.axes) + model.transfer(s.nbytes, s.axes) for s in plan.steps if s.is_collective
+                s.launches * model.launch(s.axes) + model.transfer(s.nbytes, s.axes) for s in plan.steps if s.is_collective
             )
         elif axes:
             kind = _kind(src.placements[axes[0]], dst.placements[axes[0]])

@@ -95,6 +95,10 @@ def received(spec: Spec, step: Step, coord: Coord) -> int:
     """
     if not step.is_collective:
         return 0
+    if step.kind == "spread_reduce":
+        from dtensor.reshard_spread import arrivals
+
+        return arrivals(spec, step, coord)
     k = math.prod(spec.mesh.shape[a] for a in step.axes)
     want = holdings(spec, step.dst, coord)
     if step.kind == "all_reduce":

@@ -21,6 +21,7 @@ from dtensor.cost import CostModel, current_cost_model
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.reshard_layout import Path, Space, is_cut
 from dtensor.reshard_shot import alike, talkers
+from dtensor.reshard_spread import spread
 from dtensor.reshard_step import Layout, Step
 from dtensor.spec import Spec
 
@@ -44,7 +45,7 @@ def layout_graph(spec: Spec, placements: Sequence[Placement] = (), model: CostMo
     graph.add_nodes_from(layouts)
     for src, dst in itertools.permutations(layouts, 2):
         for cost, (step,) in legal_steps(space, src, dst):
-            nbytes, launches = (step.nbytes, 1) if step.is_collective else (0, 0)
+            nbytes, launches = (step.nbytes, step.launches) if step.is_collective else (0, 0)
             known = graph.get_edge_data(src, dst)
             if known is None or (nbytes, cost) < (known["nbytes"], known["seconds"]):
                 graph.add_edge(src, dst, step=step, seconds=cost, nbytes=nbytes, launches=launches)
@@ -74,7 +75,10 @@ def _reductions(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]
         return []
     whole = tuple(_REPLICATE if a in pending else p for a, p in enumerate(src))
     axes, _ = talkers(space, whole, dst)
-    steps = [space.step("all_to_all_reduce", tuple(sorted({*axes, *pending})), src, dst)]
+    over = tuple(sorted({*axes, *pending}))
+    steps = [space.step("all_to_all_reduce", over, src, dst)]
+    spread_out = spread(space, src, dst, over, pending)
+    steps += [] if spread_out is None else [spread_out]
     if whole == dst:
         steps.append(space.step("all_reduce", pending, src, dst))
     elif not axes and all(is_cut(dst[a]) for a in pending):

@@ -59,6 +59,7 @@ class Space:
         shape, itemsize: of the global tensor.
         model: gives the costs.
         launch: seconds that a collective takes at least.
+        in_stages: whether pending parts may be reduced some first and the others later.
         shots: what `reshard_ways.shot` found.
         wire: the dtype in which reductions travel, None for the tensor's.
     """
@@ -68,6 +69,7 @@ class Space:
         "_facts",
         "_pace",
         "_steps",
+        "in_stages",
         "shots",
         "itemsize",
         "launch",
@@ -79,10 +81,10 @@ class Space:
 
     def __init__(
         self, sizes: Sequence[int], shape: Sequence[int], itemsize: int, model: CostModel,
-        wire: torch.dtype | None = None,
+        wire: torch.dtype | None = None, in_stages: bool = True,
     ) -> None:  # fmt: skip
         self.sizes, self.shape, self.itemsize, self.model = tuple(sizes), tuple(shape), itemsize, model
-        self.wire = wire
+        self.wire, self.in_stages = wire, in_stages
         self.launch, self._pace = model.floor(1, 0), model.floor(0, 1 << 20) / (1 << 20)
         self._facts: dict[tuple[int, ...], Facts] = {}
         self._steps: dict[tuple[object, ...], Path] = {}
@@ -244,6 +246,18 @@ class Space:
             cost = 0.0 if kind == "slice" else model.local_copy(n)
         wire = self.wire if kind in ("all_reduce", "reduce_scatter", "all_to_all_reduce") else None
         return cost, (Step(kind, axes, src, dst, n, wire=wire),)
+
+    def spread_step(self, axes: tuple[int, ...], src: Layout, dst: Layout, nbytes: int, passes: int) -> Path:
+        """A spread_reduce of so many all-to-alls, in which the rank that receives most receives `nbytes`.
+
+        They follow each other, and no rank need receive much in all of them: the last ones bring what is wanted.
+        """
+        k, model = self.ranks(axes), self.model
+        n, wanted = self._carried(nbytes), self._carried(self.nbytes(dst))
+        in_turn = max(n, (n - wanted) + (passes - 1) * wanted)
+        launch = model.all_to_all(k, 0, axes)
+        cost = passes * launch + model.all_to_all(k, in_turn * k / (k - 1), axes) - launch + model.local_copy(n)
+        return cost, (Step("spread_reduce", axes, src, dst, n, wire=self.wire, passes=passes),)
 
     def _carried(self, nbytes: int, most: int = 16) -> int:
         """`nbytes` of the tensor as a reduction sends them, in items of at most `most` bytes."""

@@ -14,6 +14,7 @@ Steps.
     reduce_scatter   P -> S      each position reduces the part that it keeps
     all_reduce       P -> R
     all_to_all_reduce    P -> anything: the parts go where they are wanted and are reduced there
+    spread_reduce    P -> anything: parts go to ranks that have room, are reduced there, and results move on
     scale            P(sum) -> P(avg) and back, without communication
     embed            S -> P(sum), without communication: each position's shard among zeros
     zero_fill, one_fill, keep    R -> P, without communication: the value stays at position 0, or everywhere
@@ -67,6 +68,7 @@ from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.placement import Partial, Replicate
 from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_search import cheapest
+from dtensor.reshard_spread import in_stages
 from dtensor.reshard_step import Layout, ReshardPlan, Step
 from dtensor.spec import Spec
 
@@ -91,7 +93,8 @@ def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
     sizes = src.mesh.shape
     sums = any(isinstance(p, Partial) and p.reduce_op in ("sum", "avg") for p in src.placements)
     wire = model.wire.get(src.dtype) if sums else None
-    space = Space(sizes, src.shape, src.dtype.itemsize, model, None if wire is src.dtype else wire)
+    wire = None if wire is src.dtype else wire
+    space = Space(sizes, src.shape, src.dtype.itemsize, model, wire, in_stages(src))
     if src.placements == dst.placements:
         return ReshardPlan(src, dst, (), 0.0)
     if 0 in src.shape:

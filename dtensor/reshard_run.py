@@ -20,13 +20,15 @@ import torch
 
 from dtensor.comm import Communicator, Pending
 from dtensor.cost import CostModel, current_cost_model
-from dtensor.errors import LayoutError, explain_error
+from dtensor.errors import CollectiveError, LayoutError, explain_error
 from dtensor.placement import Partial, Placement
 from dtensor.reductions import reduce_tensors
-from dtensor.reshard_async import unwaited
+from dtensor.reshard_async import arriving, belongs_to, unwaited
+from dtensor.reshard_beside import beside, can_run_beside
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
 from dtensor.reshard_local import Embed, Join, Take
 from dtensor.reshard_plan import plan_reshard
+from dtensor.reshard_spread_run import bind_spread
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.spec import Spec
 
@@ -132,13 +134,25 @@ def _bind(plan: ReshardPlan) -> Run:
     if not steps:
         return lambda x, _: x
     last, before = steps[-1], steps[:-1]
+    several = len(plan.collectives) > 1
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        for step in steps:
+            x = step(x, False)
+        return x
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         if x.device.type == "meta":
             return x.new_empty(dst_shape)
-        for step in before:
-            x = step(x, False)
-        return last(x, async_op)
+        try:
+            if async_op and several and can_run_beside(x):
+                return belongs_to(beside(whole, x, dst_shape), plan)
+            for step in before:
+                x = step(x, False)
+            return belongs_to(last(x, True), plan) if async_op else last(x, False)
+        except CollectiveError as e:
+            e.during(f"redistribute {plan}")
+            raise
 
     return run
 
@@ -191,7 +205,7 @@ def _late(result: torch.Tensor | Pending[torch.Tensor], like: torch.Tensor, shap
     """What a collective returned, as a tensor of `shape` that may be unwaited."""
     if not isinstance(result, Pending):
         return result
-    return unwaited(result.wait, like, shape) if result.unfinished else result.tensor
+    return unwaited(result.wait, like, shape) if result.unfinished else arriving(result)
 
 
 def _private(x: torch.Tensor, async_op: bool) -> torch.Tensor:
@@ -370,6 +384,10 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bo
     return lambda x, async_op: run(x.to(wire), False).to(x.dtype)
 
 
+def _spread_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+    return bind_spread(spec, step, coord, _comm(spec, step))
+
+
 _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
@@ -382,5 +400,6 @@ _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {
     "reduce_scatter": _reduce_scatter,
     "scale": _scale,
     "slice": _slice,
+    "spread_reduce": _spread_reduce,
     "zero_fill": _fill,
 }

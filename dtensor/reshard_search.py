@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 
 from dtensor.placement import Replicate
 from dtensor.reshard_layout import Path, Space
-from dtensor.reshard_shot import one_shot, talkers
+from dtensor.reshard_shot import talkers
 from dtensor.reshard_step import Layout, Step
 from dtensor.reshard_ways import (
     by_speed,
     changed,
     collectives,
     fewest,
+    least_bytes,
     pending_axes,
     replicated,
     scattered_to,
@@ -61,25 +62,6 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
         if len(order) > 1:
             known = min(known, staged(space, src, dst, order), key=lambda way: (way[0], collectives(way)))
     return _search(space, src, dst, known, _FUEL[min(len(differ), 4)])
-
-
-def least_bytes(space: Space, cur: Layout, dst: Layout) -> float:
-    """No way from `cur` to `dst` makes the rank that receives most receive less.
-
-    Where nothing is pending, what one shot receives. Else a rank receives all that it wants; and for every element
-    k - 1 of its k pending parts arrive somewhere, and one more at every further rank that wants it, spread over the
-    ranks. Axes that stay replicated or pending hold copies that are counted one by one.
-    """
-    pending = pending_axes(space, cur, dst)
-    if not pending:
-        return sum([s.nbytes for s in one_shot(space, cur, dst)[1] if s.is_collective])
-    axes = [a for a, (p, q) in enumerate(zip(cur, dst)) if p is not q or not (p is _REPLICATE or p.is_partial())]
-    cut = {a for cuts in space.cuts(dst) for a, _ in cuts}
-    arrivals = space.ranks(pending) - 1 + space.ranks([a for a in axes if a not in cut]) - 1
-    total = space.itemsize
-    for n in space.shape:
-        total *= n
-    return max(space.nbytes(dst), total * arrivals / space.ranks(axes))
 
 
 def _search(space: Space, src: Layout, dst: Layout, known: Path, fuel: int) -> Path:

@@ -13,7 +13,9 @@ from dtensor.spec import Spec
 __all__ = ["COLLECTIVES", "Layout", "ReshardPlan", "Step", "bytes_text"]
 
 Layout = tuple[Placement, ...]
-COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "all_to_all_reduce", "reduce_scatter"})
+COLLECTIVES = frozenset(
+    {"all_gather", "all_reduce", "all_to_all", "all_to_all_reduce", "reduce_scatter", "spread_reduce"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +24,17 @@ class Step:
 
     Attributes:
         kind: all_gather, all_reduce, all_to_all, all_to_all_reduce (an all-to-all of pending parts, which the
-            receivers reduce), reduce_scatter (each over `axes`, flattened row-major, one collective), slice (keep
-            a part of what this rank holds), scale (multiply by `factor`), embed (a shard among zeros), zero_fill or
-            one_fill (keep the value at position 0 of `axes` only), keep (new label, same data), empty (the tensor
-            has no elements).
+            receivers reduce), reduce_scatter (each over `axes`, flattened row-major, one collective), spread_reduce
+            (all-to-alls of pending parts to the ranks that reduce them, and of the results: `dtensor.reshard_spread`),
+            slice (keep a part of what this rank holds), scale (multiply by `factor`), embed (a shard among zeros),
+            zero_fill or one_fill (keep the value at position 0 of `axes` only), keep (new label, same data), empty
+            (the tensor has no elements).
         axes: the mesh axes concerned, ascending.
         src, dst: full layouts before and after.
         nbytes: bytes that a rank receives, or copies where nothing is received; of the largest shard.
         factor: of `scale`, else 1.
         wire: the dtype in which a reduction travels and adds up, where that is not the tensor's.
+        passes: how many all-to-alls a spread_reduce takes, else 1.
     """
 
     kind: str
@@ -40,6 +44,12 @@ class Step:
     nbytes: int = 0
     factor: float = 1.0
     wire: torch.dtype | None = None
+    passes: int = 1
+
+    @property
+    def launches(self) -> int:
+        """Collectives of this step."""
+        return self.passes if self.is_collective else 0
 
     @property
     def is_collective(self) -> bool:
@@ -52,7 +62,8 @@ class Step:
         by = f" by {self.factor:g}" if self.kind == "scale" else ""
         size = f", {'receives' if self.is_collective else 'copies'} {bytes_text(self.nbytes)}" if self.nbytes else ""
         kind = "" if self.wire is None else f", adds up in {str(self.wire).removeprefix('torch.')}"
-        return f"{self.kind}{over}{by}: {_layout(self.src)} -> {_layout(self.dst)}{size}{kind}"
+        passes = f" in {self.passes}" if self.passes > 1 else ""
+        return f"{self.kind}{over}{passes}{by}: {_layout(self.src)} -> {_layout(self.dst)}{size}{kind}"
 
     def __str__(self) -> str:
         return self.describe([str(a) for a in range(len(self.src))])
@@ -77,8 +88,8 @@ class ReshardPlan:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Kinds of the collectives, in order."""
-        return tuple(s.kind for s in self.steps if s.is_collective)
+        """Kinds of the collectives, in order; a step that takes several is there several times."""
+        return tuple(s.kind for s in self.steps for _ in range(s.launches))
 
     @property
     def received_elements(self) -> int:

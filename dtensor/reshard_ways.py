@@ -11,17 +11,18 @@ from collections.abc import Iterable, Sequence
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_layout import Path, Space
 from dtensor.reshard_shot import one_shot, talkers
+from dtensor.reshard_spread import spread
 from dtensor.reshard_step import Layout
 
 __all__ = [
-    "by_speed", "changed", "collectives", "dim_of", "fewest", "pending_axes", "replicated", "scattered_to", "shot",
-    "sliced_first", "staged", "ways",
+    "by_speed", "changed", "collectives", "dim_of", "fewest", "least_bytes", "pending_axes", "replicated",
+    "scattered_to", "shot", "sliced_first", "staged", "ways",
 ]  # fmt: skip
 
 _REPLICATE = Replicate()
 _ALIKE = 1.25
 """Links whose speeds differ by less are as fast as each other: a measurement is not more exact."""
-_FEW = 1024
+_FEW = 256
 """Bytes that are not worth another collective."""
 
 
@@ -47,7 +48,8 @@ def ways(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]) -> li
 
     After a slice, which is free, they are reduced whole, or scattered and then moved, or those scattered that `dst`
     cuts and the others reduced whole; or every rank receives the pending parts of what it wants and reduces them
-    itself. Two reductions of one form are never better than one over the axes together, which receives as much.
+    itself; or, where that receives less, the reduction is spread over the ranks first. Two reductions of one form are
+    never better than one over the axes together, which receives as much.
     """
     sliced = sliced_first(space, src, dst, pending)
     first: Path = (0.0, ()) if sliced == src else space.step("slice", changed(src, sliced), src, sliced)
@@ -66,7 +68,42 @@ def ways(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]) -> li
     if not any(_lands(way, dst) for way in found):
         over, _ = talkers(space, replicated(src, pending), dst)
         found.append(space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), src, dst))
+        least = least_bytes(space, sliced, dst)
+        if not any(_near(space, way, least) for way in found):
+            over, _ = talkers(space, replicated(sliced, pending), dst)
+            way = spread(space, sliced, dst, tuple(sorted({*over, *pending})), pending)
+            found += [] if way is None else [_after(first, way)]
     return found
+
+
+def _near(space: Space, way: Path, least: float) -> bool:
+    """True where nothing that receives `least` bytes in two collectives would be chosen instead of `way`."""
+    if space.model.by_seconds:
+        return way[0] <= space.floor(2, least)
+    return sum([s.nbytes for s in way[1] if s.is_collective]) <= space._carried(int(least)) * space.model.slack + _FEW
+
+
+def _after(first: Path, then: Path) -> Path:
+    return first[0] + then[0], first[1] + then[1]
+
+
+def least_bytes(space: Space, cur: Layout, dst: Layout) -> float:
+    """No way from `cur` to `dst` makes the rank that receives most receive less.
+
+    Where nothing is pending, what one shot receives. Else a rank receives all that it wants; and for every element
+    k - 1 of its k pending parts arrive somewhere, and one more at every further rank that wants it, spread over the
+    ranks. Axes that stay replicated or pending hold copies that are counted one by one.
+    """
+    pending = pending_axes(space, cur, dst)
+    if not pending:
+        return sum([s.nbytes for s in one_shot(space, cur, dst)[1] if s.is_collective])
+    axes = [a for a, (p, q) in enumerate(zip(cur, dst)) if p is not q or not (p is _REPLICATE or p.is_partial())]
+    cut = {a for cuts in space.cuts(dst) for a, _ in cuts}
+    arrivals = space.ranks(pending) - 1 + space.ranks([a for a in axes if a not in cut]) - 1
+    total = space.itemsize
+    for n in space.shape:
+        total *= n
+    return max(space.nbytes(dst), total * arrivals / space.ranks(axes))
 
 
 def fewest(space: Space, some: Sequence[Path]) -> Path:
@@ -78,7 +115,7 @@ def fewest(space: Space, some: Sequence[Path]) -> Path:
 
 def collectives(path: Path) -> int:
     """How many collectives a path has."""
-    return sum([s.is_collective for s in path[1]])
+    return sum([s.launches for s in path[1]])
 
 
 def by_speed(space: Space, axes: Iterable[int]) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ has no part in it, spread over the ranks.
 Replicated axes that stay replicated hold copies; each is held to the bound by itself (copies could share the work of
 a reduction and gather afterwards, at the price of a collective).
 
-Exceptions, with their reasons, are in `REASONS`; the ratios that they reach are part of the law.
+The ratios that may be reached, in `MOST`, are part of the law; the reasons for more than 1.05 are in `REASONS`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,25 @@ from dtensor.spec import Spec, contiguous_stride
 KINDS = [R, Shard(0), Shard(1), Shard(2), StridedShard(0, split_factor=2), P]
 MESHES = ((8,), (2, 4), (2, 2, 2))
 EVEN, UNEVEN = (16, 16, 16), (13, 9, 11)
-REASONS = {
-    "elsewhere": (
-        2.0,
-        "the part that an axis may keep when it reduces is not what its ranks want in the end, so that some ranks "
-        "receive it twice while others, which want what they reduced, receive less: the bound is an average",
-    ),
-    "uneven": (
-        1.75,
-        "shards of different sizes: the rank with the largest shard reduces more than its share, in one collective "
-        "instead of two",
-    ),
+MOST: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {
+    ((8,), EVEN): (1.05, 1.0),
+    ((2, 4), EVEN): (1.10, 0.98),
+    ((2, 2, 2), EVEN): (1.34, 0.9),
+    ((8,), UNEVEN): (1.05, 1.0),
+    ((2, 4), UNEVEN): (1.35, 0.5),
+    ((2, 2, 2), UNEVEN): (1.42, 0.5),
 }
-"""Why more than 1.05 times the bound may be received when something is reduced, and at most how much."""
+"""When something is reduced: the most that may be received, in bounds, and the share of pairs within 1.05 of them."""
+REASONS = {
+    "idle": "axes that change their places in a circle, such as [S(1), P, S(0)] -> [S(0), S(2), S(1)]: half of the "
+    "ranks hold no part of what others want, and want nothing of theirs. Every way with the fewest arrivals in all "
+    "leaves these with no more than what they want, so that the others receive 4/3 of the mean, which the bound is",
+    "small": "256 bytes are not worth a collective: up to a tenth of the bound on the even tensor, 2 KiB a shard, and "
+    "a quarter on the uneven one, 600 bytes a shard",
+    "uneven": "shards of different sizes, of which a reduction in one collective gives the largest to one rank, and "
+    "cuts in whole rows, of which the uneven tensor has few",
+}
+"""Why that is more than 1.05."""
 
 
 def pairs_of(mesh: Sequence[int], most: int) -> list[tuple[Layout, Layout]]:
@@ -128,13 +134,21 @@ def test_plans_are_at_the_bound(mesh_shape: tuple[int, ...], shape: tuple[int, .
                 f"{most} of {least}: {plan}"
             )
             continue
-        allowed = REASONS["elsewhere"][0] if shape == EVEN else max(most for most, _ in REASONS.values())
-        if len(mesh_shape) == 1:
-            allowed = 1.05 if shape == EVEN else 1.5
-        assert most <= allowed * least, f"{most} of {least}: {plan}"
-        assert len(plan.collectives) <= (2 if shape == EVEN else 3), str(plan)
+        assert most <= MOST[mesh_shape, shape][0] * least, f"{most} of {least}: {plan}"
+        assert len(plan.collectives) <= 3, str(plan)
         near, total = near + (most <= 1.05 * least), total + 1
-    assert near >= total * (0.5 if shape == EVEN else 0.1)
+    assert near >= total * MOST[mesh_shape, shape][1], f"{near} of {total}"
+
+
+def test_the_idle_ranks_are_counted() -> None:
+    """`REASONS["idle"]`, element by element: who holds a part or wants it, where no rank does both."""
+    src, dst = (Shard(1), P, Shard(0)), (Shard(0), Shard(2), Shard(1))
+    have, want = (held(layout, (2, 2, 2), EVEN) for layout in (src, dst))
+    elsewhere = ~(have & want).any((0, 1, 2))
+    busy = ((have | want) & elsewhere).any(-1)
+    assert busy.sum() == 4 and elsewhere.mean() == 0.5
+    least = int(want[0, 0, 0].sum()) + math.ceil(int(elsewhere.sum()) / int(busy.sum()))
+    assert least == 1024 and bound(src, dst, (2, 2, 2), EVEN) == 768
 
 
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN], ids=["even", "uneven"])

@@ -325,6 +325,7 @@ class Peak(TorchDispatchMode):
 MORE = {
     "all_to_all": "what several ranks want is sent once for each; what arrives lies in a buffer until it is in place",
     "all_to_all_reduce": "the pending parts of what a rank wants arrive together, before they are reduced",
+    "spread_reduce": "the parts that a rank reduces arrive together, and the sums that it sends are laid side by side",
     "all_gather": "uneven or split-factor shards travel in buffers of their own, of the result's size together",
     "reduce_scatter": "parts of a split-factor shard are laid side by side, then padded to one size",
 }
@@ -337,7 +338,7 @@ def most_bytes(collectives: tuple[str, ...], kinds: Layout, even: bool, held: in
     strided = any(isinstance(p, StridedShard) for p in kinds)
     if "all_to_all" in collectives or ("all_gather" in collectives and (strided or not even)):
         most = max(most, 2 * made)
-    if "all_to_all_reduce" in collectives:
+    if "all_to_all_reduce" in collectives or "spread_reduce" in collectives:
         most = 2 * held + made
     if "reduce_scatter" in collectives and strided and not even:
         most = 2 * held + made
