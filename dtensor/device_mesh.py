@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dtensor.mesh_arguments import as_names, as_ranks, choose_device, normalise_override, start_world
 from dtensor.mesh_geometry import AxisRef, BackendConfig
 from dtensor.mesh_groups import MeshGroups, canonical
-from dtensor.mesh_layout import Axis, coalesce, overlap, row_major, split_axis
+from dtensor.mesh_layout import Axis, axis_size, coalesce, overlap, row_major, split_axis
 from dtensor.world import World, check_own, current_world, has_world
 
 __all__ = ["DeviceMesh", "as_mesh", "init_device_mesh"]
@@ -419,8 +419,17 @@ def _numbers(nested: Any) -> tuple[int, ...]:
 
 
 def _axes_of(mesh: Any) -> tuple[Axis, ...]:
-    """The axes of torch's mesh, which have the same (shape, stride) form as ours."""
-    return tuple(coalesce(zip(_numbers(axis.shape), _numbers(axis.stride))) for axis in mesh._layout)
+    """The axes of torch's mesh, which have the same (shape, stride) form as ours.
+
+    Axes of one have lost their stride there; they get back that of the mesh that this one is a slice of, or row-major's.
+    """
+    axes = tuple(coalesce(zip(_numbers(axis.shape), _numbers(axis.stride))) for axis in mesh._layout)
+    root = getattr(mesh, "_root_mesh", None) or mesh
+    like = row_major([axis_size(axis) for axis in axes])
+    if root is not mesh and root.mesh_dim_names and mesh.mesh_dim_names:
+        named = dict(zip(root.mesh_dim_names, _axes_of(root)))
+        like = tuple(named.get(name, axis) for name, axis in zip(mesh.mesh_dim_names, like))
+    return tuple(b if axis_size(a) == axis_size(b) == 1 else a for a, b in zip(axes, like))
 
 
 def _convert(mesh: Any) -> DeviceMesh:

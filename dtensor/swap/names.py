@@ -31,8 +31,8 @@ HOLDERS_OF_TORCHS_OWN = (
     *ROOTS, "torch._dynamo.variables.builder", "torch._dynamo.variables.distributed",
     "torch._dynamo.variables.higher_order_ops", "torch._dynamo.decorators",
     "torch._dynamo.trace_rules", "torch._functorch", "torch._higher_order_ops", "torch._inductor", "torch._prims",
-    "torch.distributed._local_tensor", "torch.distributed._ops", "torch.fx", "torch.testing._comparison",
-    "torch.utils._debug_mode",
+    "torch.distributed._local_tensor", "torch.distributed._ops", "torch.fx", "torch.serialization",
+    "torch.testing._comparison", "torch.utils._debug_mode",
 )  # fmt: skip
 """Modules of torch that go on seeing torch's own names. They have a path for torch's class and its layout in memory,
 and one for tensor subclasses in general; ours takes the general one."""

@@ -1,4 +1,4 @@
-"""What the programs beside this one share. No name that `dtensor.swap` swaps is held here: both engines use this module."""
+"""What the programs beside this one share. It holds no name that `dtensor.swap` swaps, as both engines use it."""
 
 import torch
 import torch.nn as nn

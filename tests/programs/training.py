@@ -8,7 +8,6 @@ A case takes the number of processes and gives its numbers.
 import functools
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import batches, close, full, made, numbers, train
@@ -45,16 +44,15 @@ def case_clipping(world):
     mesh = grid(world // 2, 2)
     layouts = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())]
     found = []
-    for order in (2.0, 1.0, 3.0, float("inf")):
-        for foreach in (None, False, True):
-            plain, ours = [nn.Parameter(t) for t in values()], placed(mesh, layouts, values(), leaf=True)
-            for p, q, g in zip(plain, ours, values()):
-                p.grad, q.grad = g.clone(), distribute_tensor(g, q.device_mesh, q.placements)
-            total = nn.utils.get_total_norm([q.grad for q in ours], order, foreach=foreach)
-            norms = [full(nn.utils.clip_grad_norm_(m, 0.3, order, foreach=foreach)) for m in (ours, plain)]
-            close([full(total), norms[0]], [norms[1], norms[1]])
-            close([full(q.grad) for q in ours], [p.grad for p in plain])
-            found += [norms[0], *(full(q.grad) for q in ours)]
+    for order, foreach in ((2.0, None), (2.0, False), (1.0, True), (float("inf"), False), (3.0, None)):
+        plain, ours = [nn.Parameter(t) for t in values()], placed(mesh, layouts, values(), leaf=True)
+        for p, q, g in zip(plain, ours, values()):
+            p.grad, q.grad = g.clone(), distribute_tensor(g, q.device_mesh, q.placements)
+        total = nn.utils.get_total_norm([q.grad for q in ours], order, foreach=foreach)
+        norms = [full(nn.utils.clip_grad_norm_(m, 0.3, order, foreach=foreach)) for m in (ours, plain)]
+        close([full(total), norms[0]], [norms[1], norms[1]])
+        close([full(q.grad) for q in ours], [p.grad for p in plain])
+        found += [norms[0], *(full(q.grad) for q in ours)]
     return found
 
 
@@ -141,11 +139,15 @@ def optimized(world, pick, forms):
 
 
 def case_optimizers_in_a_loop(world):
-    return optimized(world, OPTIMIZERS, [{"foreach": False}])
+    return optimized(world, [n for n in OPTIMIZERS if n != "Rprop"], [{"foreach": False}])
 
 
 def case_optimizers_foreach(world):
-    return optimized(world, OPTIMIZERS, [{"foreach": True}])
+    return optimized(world, [n for n in OPTIMIZERS if n != "Rprop"], [{"foreach": True}])
+
+
+def case_rprop(world):
+    return optimized(world, ["Rprop"], [{"foreach": False}, {"foreach": True}])
 
 
 def case_optimizers_fused(world):
@@ -307,7 +309,7 @@ def case_compile_aot_eager(world):
 
 
 def case_compile_inductor(world):
-    return compiled(world, "inductor") if world == 2 else None
+    return compiled(world, "inductor")
 
 
 def case_compile_blocks_under_fsdp(world):

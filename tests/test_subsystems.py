@@ -1,0 +1,69 @@
+"""Subsystems of torch on DTensors: FSDP2, checkpoints, clipping, optimizers, DDP, recomputation, compiling, pipelines.
+
+Programs on torch's names alone (`tests/programs`), each run in the same gloo processes under torch's engine and under
+`dtensor.swap`. Every case holds its numbers to one process; the two engines' are compared bit for bit, or within what
+another order of summation makes. Where torch's engine cannot run a case, this says why, and one process is the measure.
+"""
+
+from __future__ import annotations
+
+import pytest
+from both_engines import OURS, TO_OURS, TO_TORCHS, BothEngines, Exchange, names
+from gloo_ranks import run_ranks
+
+UNEVEN = "uneven parts over tensor parallelism: a and b must have same reduction dim"
+ALONE = {
+    "case_over_tp_uneven_and_clipped": UNEVEN,
+    "case_full_state_of_uneven_parts": UNEVEN,
+    "case_clipping_over_meshes": "all operands must have the same mesh",
+    "case_rprop": "index_put_ in place, and no strategy for _foreach_copy_",
+    "case_adafactor": "pow_ in place on a pending norm",
+    "case_optimizers_fused_more": "no strategy for _fused_sgd_",
+    "case_ddp_over_tp_with_a_group_alone": "mixed torch.Tensor and DTensor in the constructor of DDP",
+    "case_ddp_over_all_processes_is_refused": "another error: mixed torch.Tensor and DTensor",
+    "case_compile_inductor": "it runs; it is left out for its time",
+}
+"""Cases that torch's engine cannot run, and its error."""
+
+ROUNDING = 1e-9
+TOLERANCE = {
+    "case_mixed_precision_over_tp": 2e-3,  # bfloat16, whose sums of two parts round otherwise
+    "case_autocast": 2e-2,
+    "case_muon": 3e-3,
+    **dict.fromkeys(
+        (
+            "case_over_tp", "case_replicate_shard_and_tp", "case_clipping", "case_ddp_over_tp_with_a_mesh",
+            "case_ddp_over_tp_with_a_group", "case_ddp_over_tp_with_checkpointing", "case_activation_checkpointing",
+            "case_activation_checkpointing_and_fsdp", "case_compile_aot_eager", "case_pipeline_gpipe",
+            "case_pipeline_1f1b", "case_full_state", "case_parts_of_the_state", "case_plain_state_dicts",
+            "case_saving_in_the_background", "case_to_one_file_and_back",
+        ),
+        ROUNDING,
+    ),
+}  # fmt: skip
+"""How far the engines may differ; nothing where a case is not named."""
+
+EXCHANGES = [
+    Exchange("checkpoints", "app", (TO_OURS, TO_TORCHS, OURS)),
+    Exchange("checkpoints", "tensors", (TO_OURS, TO_TORCHS)),
+    Exchange("checkpoints", "file", (TO_OURS, OURS)),
+]
+CASES = [
+    BothEngines(program, name, ALONE.get(name, ""), TOLERANCE.get(name, 0.0))
+    for program in ("fsdp", "checkpoints", "training")
+    for name in names(program)
+]
+
+
+TWO = ("case_compile_aot_eager", "case_compile_inductor", "case_optimizers_in_a_loop", "case_autocast", "case_muon")
+"""Cases to which four processes add only time."""
+
+
+@pytest.mark.processes
+def test_on_two_processes() -> None:
+    run_ranks(2, [*CASES, *EXCHANGES], timeout=120).check()
+
+
+@pytest.mark.processes
+def test_on_four_processes() -> None:
+    run_ranks(4, [*(case for case in CASES if case.__name__ not in TWO), *EXCHANGES], timeout=120).check()
