@@ -421,7 +421,7 @@ def _numbers(nested: Any) -> tuple[int, ...]:
 def _axes_of(mesh: Any) -> tuple[Axis, ...]:
     """The axes of torch's mesh, which have the same (shape, stride) form as ours.
 
-    Axes of one have lost their stride there; they get back that of the mesh that this one is a slice of, or row-major's.
+    Axes of one have lost their stride there; they get back that of the mesh that this is a slice of, or row-major's.
     """
     axes = tuple(coalesce(zip(_numbers(axis.shape), _numbers(axis.stride))) for axis in mesh._layout)
     root = getattr(mesh, "_root_mesh", None) or mesh
