@@ -142,27 +142,26 @@ class MeshGroups(MeshGeometry):
                 places = tuple(self.axis_of(a) for a in axes)
                 if len(set(places)) != len(places):
                     raise ValueError(f"comm({axes}): an axis occurs twice")
-                found = self._make_comm(coalesce(pair for i in places for pair in self._axes[i]), None)
+                name = "+".join(self._names[i] if self._names else str(i) for i in places)
+                found = self._make_comm(coalesce(pair for i in places for pair in self._axes[i]), None, name)
             else:
                 i = self.axis_of(axes or 0)
                 found = self._make_comm(self._axes[i], i)
             self._comms[axes] = found
         return found
 
-    def _make_comm(self, axis: Axis, index: int | None) -> Communicator:
+    def _make_comm(self, axis: Axis, index: int | None, name: str | None = None) -> Communicator:
         ranks = self._along(axis)
         position = axis_digit(axis, self._position or 0)
         if not self._in_c10d():
             return _mesh_world(self._world).communicator(ranks, position)
-        return C10dCommunicator(self._group_of(axis, index), ranks, position, self._named(axis))
+        return C10dCommunicator(self._group_of(axis, index), ranks, position, self._named(axis, name))
 
-    def _named(self, axis: Axis) -> str:
-        """What logs and errors call an axis: "'tp' of the mesh (dp=2, tp=4)"; "'0+1' of ..." where several meet."""
-        own = {canonical(a): self._names[i] if self._names else str(i) for i, a in enumerate(self._axes)}
-        name = own.get(canonical(axis))
+    def _named(self, axis: Axis, name: str | None = None) -> str:
+        """What logs and errors call an axis: "'tp' of the mesh (dp=2, tp=4)", or `name` where several meet."""
         if name is None:
-            parts = [n for a, n in own.items() if set(a) & set(axis) or set(canonical(a)) & set(axis)]
-            name = "+".join(parts) if parts else "flattened"
+            own = {canonical(a): self._names[i] if self._names else str(i) for i, a in enumerate(self._axes)}
+            name = own.get(canonical(axis), "flattened")
         shape = ", ".join(f"{n}={k}" if self._names else str(k) for n, k in zip(self._names or self.shape, self.shape))
         return f"{name!r} of the mesh ({shape})"
 
