@@ -29,12 +29,12 @@ from dtensor.dispatch import Op, OpInfo
 from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, output_metas, plain_wrapper, replicated_on
 from dtensor.kernel import traced
 from dtensor.placement import Replicate
-from dtensor.propagate import decide
+from dtensor.propagate import Decision, decide
 from dtensor.registry import Call
 from dtensor.rule_absent import replicated_rule
 from dtensor.spec import Spec, TensorMeta
 
-__all__ = ["decomposed", "decomposition_of", "is_composite"]
+__all__ = ["GaveUp", "Trial", "decomposed", "decomposition_of", "is_composite"]
 
 MAX_STEPS = 256
 """Ops of a decomposition beyond which it is not tried further."""
@@ -60,7 +60,7 @@ def is_composite(op: Op) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-class _GaveUp(Exception):
+class GaveUp(Exception):
     """Something that a trial cannot follow."""
 
 
@@ -81,8 +81,8 @@ class _Step:
     factory: bool
 
 
-class _Trial(TorchDispatchMode):
-    """Runs a decomposition on specs: notes the steps and adds up what their decisions cost."""
+class Trial(TorchDispatchMode):
+    """Runs a decomposition on specs: notes the steps, what was decided of each op, and what the decisions cost."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__()
@@ -90,6 +90,7 @@ class _Trial(TorchDispatchMode):
         self.steps: list[_Step] = []
         self.values: list[Any] = []
         self.made_by: list[OpInfo | None] = []
+        self.decisions: list[tuple[Call, Decision]] = []
         self.cost = 0.0
 
     def tensor(self, spec: Spec, by: OpInfo | None) -> Any:
@@ -109,7 +110,7 @@ class _Trial(TorchDispatchMode):
         def ref(a: Any) -> Any:
             if is_dtensor(a):
                 if a._at >= len(self.values) or self.values[a._at] is not a:
-                    raise _GaveUp("a tensor of elsewhere")
+                    raise GaveUp("a tensor of elsewhere")
                 return _Ref(a._at)
             return a
 
@@ -119,15 +120,15 @@ class _Trial(TorchDispatchMode):
         args, kwargs = map_args(self._constant, args, kwargs or {})
         info = _info(func)
         if info.special is not None or info.written or info.kind != "plain" or len(self.steps) >= MAX_STEPS:
-            raise _GaveUp(info.name)
+            raise GaveUp(info.name)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _GaveUp(f"{info.name} draws random numbers")
+            raise GaveUp(f"{info.name} draws random numbers")
         tensors = [a for a in flat(args, kwargs) if isinstance(a, torch.Tensor)]
         if not tensors:
             return self._factory(info, args, kwargs)
         metas = output_metas(func, args, kwargs)
         if metas is None:
-            raise _GaveUp(f"{info.name}: its result depends on data")
+            raise GaveUp(f"{info.name}: its result depends on data")
         structure, outs = metas
         call = make_call(func, args, kwargs, outs)
         rule = None if info.entry is None else info.entry.build(call)
@@ -137,12 +138,13 @@ class _Trial(TorchDispatchMode):
                 with self:
                     return inner(*args, **kwargs)
             if not all(s.is_replicated() for s in call.inputs):
-                raise _GaveUp(f"{info.name} has no rule either")
+                raise GaveUp(f"{info.name} has no rule either")
             rule = replicated_rule(call)
         decision = decide(info.name, rule, call.inputs, outs, self.mesh)
         if decision is None or structure == "none":
-            raise _GaveUp(info.name)
+            raise GaveUp(info.name)
         self.cost += decision.cost
+        self.decisions.append((call, decision))
         new_args, new_kwargs = self.refs(args, kwargs)
         self.steps.append(_Step(info, new_args, new_kwargs, False))
         made = [None if s is None else self.tensor(s, info) for s in decision.outputs]
@@ -153,7 +155,7 @@ class _Trial(TorchDispatchMode):
         if not isinstance(a, torch.Tensor) or is_dtensor(a):
             return a
         if a.device.type == "meta" or traced(a):  # a plan that is kept must not hold a tensor of a trace
-            raise _GaveUp("a tensor without data")
+            raise GaveUp("a tensor without data")
         value = a.detach().clone()
         spec = Spec.make(self.mesh, (Replicate(),) * self.mesh.ndim, value.shape, value.stride(), value.dtype)
         self.steps.append(_Step(_info(torch.ops.aten.alias.default), (value,), {}, True))
@@ -162,7 +164,7 @@ class _Trial(TorchDispatchMode):
     def _factory(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         got = info.func(*args, **{**kwargs, "device": torch.device("meta")})
         if not isinstance(got, torch.Tensor):
-            raise _GaveUp(info.name)
+            raise GaveUp(info.name)
         self.steps.append(_Step(info, args, {**kwargs, "device": self.device}, True))
         spec = Spec.make(self.mesh, (Replicate(),) * self.mesh.ndim, got.shape, got.stride(), got.dtype)
         return self.tensor(spec, info)
@@ -180,7 +182,7 @@ def decomposed(
     mesh = call.inputs[0].mesh
     gathered = decide(info.name, replicated_rule(call), call.inputs, call.outputs, mesh)
     device = next(a for a in flat(args, kwargs) if is_dtensor(a))._local_tensor.device
-    trial = _Trial(mesh, device)
+    trial = Trial(mesh, device)
     places: list[tuple[Any, int | None]] = []
     try:
         new_args, new_kwargs = _inputs(trial, places, args, kwargs)
@@ -198,7 +200,7 @@ def decomposed(
 
 
 def _inputs(
-    trial: _Trial, places: list[tuple[Any, int | None]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    trial: Trial, places: list[tuple[Any, int | None]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with values of the trace; `places` gets where each came from."""
 
@@ -217,12 +219,12 @@ def _inputs(
     return tuple(one(i, a) for i, a in enumerate(args)), {k: one(k, a) for k, a in kwargs.items()}
 
 
-def _result(trial: _Trial, value: Any, meta: TensorMeta | None) -> _Ref | None:
+def _result(trial: Trial, value: Any, meta: TensorMeta | None) -> _Ref | None:
     """The reference of a result, a copy where it would share memory that the op's own result would not."""
     if value is None and meta is None:
         return None
     if meta is None or not is_dtensor(value) or (value.shape, value.dtype) != (torch.Size(meta.shape), meta.dtype):
-        raise _GaveUp(f"the decomposition gives {value!r}, the op {meta}")
+        raise GaveUp(f"the decomposition gives {value!r}, the op {meta}")
     by = trial.made_by[value._at]
     if by is None or by.is_view:
         with trial:

@@ -11,6 +11,7 @@ how, which static arguments are replaced by local ones, which local function run
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -76,13 +77,15 @@ _n_plans = 0
 _NOTHING: dict[str, Any] = {}
 _flags = threading.local()
 _DTensor: Any = None
+_only: set[type] = set()
 _new: Callable[..., Any]
+_spec_of, _local_of = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
 
 
 def bind(cls: Any, new: Callable[..., Any]) -> None:
     """Told by `dtensor.tensor` which class wraps results, and how."""
-    global _DTensor, _new
-    _DTensor, _new = cls, new
+    global _DTensor, _new, _only
+    _DTensor, _new, _only = cls, new, {cls}
 
 
 def special(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -136,8 +139,12 @@ def dispatch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
             key.append(t if len(local) in info.value_args else a)
             local.append(a)
         elif t is list or t is tuple:
-            part: list[Any] = []
             key.append(len(a))
+            if a and type(a[0]) is D and set(map(type, a)) == _only:
+                key += map(_spec_of, a)
+                local.append(list(map(_local_of, a)))
+                continue
+            part: list[Any] = []
             for x in a:
                 if type(x) is D:
                     key.append(x._spec)

@@ -21,6 +21,7 @@ from dtensor import compiled as _compiled
 from dtensor import composites as _composites  # noqa: F401 - registers its functions
 from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
+from dtensor import products as _products
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
@@ -366,6 +367,7 @@ class DTensor(torch.Tensor):
 _run = _dispatch.dispatch
 _dispatch.bind(DTensor, new)
 _compiled.bind(DTensor)
+_products.bind(DTensor, new)
 _get_item = torch.Tensor.__getitem__
 _set_item = torch.Tensor.__setitem__
 _get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
