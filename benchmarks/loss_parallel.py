@@ -72,14 +72,17 @@ class ByHand(torch.autograd.Function):
         return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None
 
 
-def of_logits(rows: int, classes: int, dtype: str, ranks: int) -> tuple[dict[str, Step], list[torch.Tensor]]:
+def of_logits(
+    rows: int, classes: int, dtype: str, ranks: int, device: str = "cpu"
+) -> tuple[dict[str, Step], list[torch.Tensor]]:
     """A step of every program on logits, and the inputs that they share."""
     torch.manual_seed(0)
-    local, target = torch.randn(rows, classes // ranks).to(getattr(torch, dtype)), torch.randint(0, classes, (rows,))
+    local = torch.randn(rows, classes // ranks, device=device).to(getattr(torch, dtype))
+    target = torch.randint(0, classes, (rows,), device=device)
     steps: dict[str, Step] = {}
     for name, module in CONTEXTS.items():
         e, context = bench.engine(name), import_module(module).loss_parallel
-        mesh = e.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        mesh = e.init_device_mesh(device.partition(":")[0], (ranks,), mesh_dim_names=("tp",))
         x = e.DTensor.from_local(local, mesh, [e.Shard(1)]).detach().requires_grad_()
         goal = e.DTensor.from_local(target, mesh, [e.Replicate()])
 
@@ -100,17 +103,18 @@ def of_logits(rows: int, classes: int, dtype: str, ranks: int) -> tuple[dict[str
 
 
 def of_linear(
-    rows: int, features: int, classes: int, dtype: str, ranks: int
+    rows: int, features: int, classes: int, dtype: str, ranks: int, device: str = "cpu"
 ) -> tuple[dict[str, Step], list[torch.Tensor]]:
     """A step of every program on the layer that makes the logits."""
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
-    hidden, weight = torch.randn(rows, features).to(kind), (torch.randn(classes // ranks, features) * 0.05).to(kind)
-    target = torch.randint(0, classes, (rows,))
+    hidden = torch.randn(rows, features, device=device).to(kind)
+    weight = (torch.randn(classes // ranks, features, device=device) * 0.05).to(kind)
+    target = torch.randint(0, classes, (rows,), device=device)
     steps: dict[str, Step] = {}
     for name, module in CONTEXTS.items():
         e, losses = bench.engine(name), import_module(module)
-        mesh = e.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        mesh = e.init_device_mesh(device.partition(":")[0], (ranks,), mesh_dim_names=("tp",))
         h = e.DTensor.from_local(hidden, mesh, [e.Replicate()]).detach().requires_grad_()
         w = e.DTensor.from_local(weight, mesh, [e.Shard(0)]).detach().requires_grad_()
         goal = e.DTensor.from_local(target, mesh, [e.Replicate()])

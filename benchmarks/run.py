@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,16 @@ def processor() -> str:
 
 def surroundings() -> dict[str, str]:
     """Date, machine, load and versions."""
+    try:
+        own = version("shardwright")
+    except PackageNotFoundError:
+        own = "as it is in the checkout"
     versions = f"Python {platform.python_version()}, torch {version('torch')}, numpy {version('numpy')}, "
     return {
         "date": str(datetime.date.today()),
         "machine": f"{processor()}, {os.cpu_count()} cores",
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
-        "versions": versions + f"shardwright {version('shardwright')}",
+        "versions": versions + f"shardwright {own}",
     }
 
 
@@ -100,7 +104,7 @@ def _value(cell: str) -> Any:
         return cell
 
 
-def plot(name: str, question: str, tables: list[dict[str, Any]]) -> bool:
+def plot(name: str, question: str, tables: list[dict[str, Any]], folder: Path = FOUND) -> bool:
     """Draw the spreads as bars, medians with quartiles; False without matplotlib, or where there is nothing to draw."""
     try:
         import matplotlib
@@ -141,7 +145,7 @@ def plot(name: str, question: str, tables: list[dict[str, Any]]) -> bool:
         ax.legend(fontsize=7)
     figure.suptitle(question, fontsize=9)
     figure.tight_layout()
-    figure.savefig(FOUND / f"{name}.svg", metadata={"Date": None})
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     pyplot.close(figure)
     return True
 
