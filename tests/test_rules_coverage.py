@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import samples_rest
+import torch
 from laws import Sample, _run_once, check_layouts, check_strategies
 
 import dtensor
@@ -53,7 +54,8 @@ def test_every_rule_is_reached(monkeypatch) -> None:
         warnings.simplefilter("ignore")
         for sample in all_samples():
             dtensor.simulate(1)(_run_once, sample, (1,))
-    ours = [n for n in entries() if n.startswith("aten.")]  # other tests register rules of their own operators
+    # other tests register rules of their own operators, and another torch may not have all ops
+    ours = [n for n in entries() if n.startswith("aten.") and hasattr(torch.ops.aten, n.split(".")[1])]
     missing = [n for n in ours if n not in seen and not any(re.match(rf"aten\.{p}", n) for p in ELSEWHERE)]
     assert not missing, f"no sample reaches {missing}"
     for reason in ELSEWHERE.values():
