@@ -1,7 +1,8 @@
 """Optimizers: fused steps and loss scaling.
 
 For-loop and foreach forms are made of pointwise ops, which have rules; each would bring a pending gradient into
-its parameter's layout anew, so before a step of any optimizer what is pending is settled (`pending_gradients`).
+its parameter's layout anew, so before a step of any optimizer what is pending is settled (`pending_gradients`), and
+foreach steps run as a whole on local tensors where all is laid out alike (`optimizer_lists`).
 
 The fused ops take whole lists, so they have no rules but handlers: whatever a step writes must be laid out like
 the parameter, gradients are brought there, and the op runs once on the local tensors. Parameters of several
@@ -25,6 +26,7 @@ from dtensor.placement import Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
+from propagation_rules import optimizer_lists  # noqa: F401 - takes the place of torch's functions
 from propagation_rules.pending_gradients import settle, settle_gradients
 
 

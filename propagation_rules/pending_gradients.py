@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad
@@ -45,7 +45,9 @@ def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
     grads = []
     for p in parameters:
         g = p.grad
-        if isinstance(g, DTensor) and g.requires_grad and isinstance(p, DTensor) and g._spec.has_partial():
+        if type(g) is not DTensor or _pending(g._spec) is None:
+            continue
+        if g.requires_grad and isinstance(p, DTensor):
             p.grad = g.detach()
             g = p.grad
         grads.append(g)
@@ -59,16 +61,42 @@ def settle(tensors: Iterable[Any], tracked: bool = False) -> None:
     """
     waiting: dict[tuple[object, ...], dict[int, DTensor]] = {}
     for t in tensors:
-        if type(t) is not DTensor or type(t._spec) is not Spec or not t._spec.has_partial():
+        if type(t) is not DTensor or (pending := _pending(t._spec)) is None or (t.requires_grad and not tracked):
             continue
-        if t.requires_grad and not tracked:
-            continue
-        pending = tuple(p if isinstance(p, Partial) else None for p in t._spec.placements)
-        key = (t._spec.mesh, pending, t.dtype, t._local_tensor.device)
+        key = (t._spec.mesh, pending.axes, t._spec.dtype, t._local_tensor.device)
         waiting.setdefault(key, {})[id(t)] = t
     for found in waiting.values():
         for bucket in _buckets(list(found.values())):
             _settle(bucket)
+
+
+class _Pending(NamedTuple):
+    """What is pending in tensors of a spec: per axis the reduction, or None; and their spec when it is settled."""
+
+    axes: tuple[Partial | None, ...]
+    settled: Spec
+
+
+_UNSEEN: Any = object()
+_MOST = 65536
+_known: dict[Spec, _Pending | None] = {}
+
+
+def _pending(spec: Spec) -> _Pending | None:
+    """What is pending, or None; None for views that had to move data."""
+    found: _Pending | None = _known.get(spec, _UNSEEN)
+    if found is not _UNSEEN:
+        return found
+    if type(spec) is not Spec:
+        return None
+    found = None
+    if spec.has_partial():
+        axes = tuple(p if isinstance(p, Partial) else None for p in spec.placements)
+        found = _Pending(axes, spec.with_placements(_settled(spec.placements)))
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[spec] = found
+    return found
 
 
 def _buckets(tensors: Sequence[DTensor]) -> Iterator[list[DTensor]]:
@@ -99,10 +127,13 @@ def _settle(bucket: Sequence[DTensor]) -> None:
         return
     locals_ = [t._local_tensor for t in bucket]
     flat = _reduced(torch.cat([x.reshape(-1) for x in locals_]), first)
-    for t, x, part in zip(bucket, locals_, flat.split([x.numel() for x in locals_]), strict=True):
-        # A part of its own storage and strides: the optimizer may keep or write it.
-        t._local_tensor = torch.empty_like(x).copy_(part.view(x.shape))
-        t._spec = t._spec.with_placements(_settled(t._spec.placements))
+    split: Callable[..., list[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+    parts = split(flat, [x.numel() for x in locals_])  # each in memory of its own: the optimizer may keep or write it
+    for t, x, part in zip(bucket, locals_, parts, strict=True):
+        part = part.view(x.shape)
+        t._local_tensor = part if x.is_contiguous() else torch.empty_like(x).copy_(part)
+        if (pending := _pending(t._spec)) is not None:
+            t._spec = pending.settled
 
 
 def _reduced(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
