@@ -18,7 +18,7 @@ the error.
 
 One start of processes serves all cases of a program: one process, then each number of ranks on both engines. The one
 process's values are also held to those in `recorded/NAME.json` (scalars, and norms of tensors), which
-`make clients RECORD=1` writes. Nothing is started while tests are collected, or where the program is not installed:
+`make clients RECORD=1` writes, with the differences that were found. Nothing is started while tests are collected, or where the program is not installed:
 its tests are skipped with the reason.
 """
 
@@ -124,6 +124,8 @@ class Client:
         torchs, ours = self._result("torch", ranks, case), self._result("ours", ranks, case)
         said, problem = self._judged(ranks, case, one, torchs, ours)
         rows.append((self.name, case, str(ranks), *said))
+        if os.environ.get("RECORD"):
+            self._record("measured", f"{case}@{ranks}", dict(zip(ENGINES, said)))
         assert not problem, problem
 
     def _judged(self, ranks: int, case: str, one: Any, torchs: Any, ours: Any) -> tuple[tuple[str, str], str]:
@@ -162,15 +164,21 @@ class Client:
         kept = json.loads(file.read_text()) if file.exists() else {}
         now = summary(one)
         if os.environ.get("RECORD"):
-            versions = {name: importlib.metadata.version(name) for name in ("torch", *self.needs)}
-            cases = {**kept.get("cases", {}), case: now}
-            file.write_text(json.dumps({"versions": versions, "cases": dict(sorted(cases.items()))}, indent=1) + "\n")
+            self._record("cases", case, now)
             return
         assert case in kept.get("cases", {}), f"no numbers recorded for {case}: make clients RECORD=1"
         expected = kept["cases"][case]
         assert now.keys() == expected.keys()
         for key, value in expected.items():
             assert now[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} on one process is not as recorded"
+
+    def _record(self, part: str, key: str, value: dict[str, Any]) -> None:
+        """Put one entry into the file of this client, with the versions that gave it."""
+        file = HERE / "recorded" / f"{self.name}.json"
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        kept["versions"] = {name: importlib.metadata.version(name) for name in ("torch", *self.needs)}
+        kept[part] = dict(sorted({**kept.get(part, {}), key: value}.items()))
+        file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def installed(name: str) -> bool:
