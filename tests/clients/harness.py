@@ -18,8 +18,8 @@ the error.
 
 One start of processes serves all cases of a program: one process, then each number of ranks on both engines. The one
 process's values are also held to those in `recorded/NAME.json` (scalars, and norms of tensors), which
-`make clients RECORD=1` writes, with the differences that were found. Nothing is started while tests are collected, or where the program is not installed:
-its tests are skipped with the reason.
+`make clients RECORD=1` writes, with the differences that were found. Nothing is started while tests are collected, or
+where the program is not installed: its tests are skipped with the reason.
 """
 
 from __future__ import annotations
