@@ -42,7 +42,8 @@ def parallelize_module(
     Args:
         device_mesh: a mesh of one axis, e.g. `mesh["tp"]`; by default the one of the enclosing `with mesh:`.
         parallelize_plan: a style for `module` itself, or a mapping from dotted paths to styles. Each part of a
-            path may hold `*`, `?` and `[...]`, matched against the names of children; "" is `module` itself.
+            path may hold `*`, `?` and `[...]`, matched against the names of children; "" is `module` itself. A path
+            to a child that was set to None, as pipeline stages do with what they lack, is passed over.
         src_data_rank: position on the mesh whose parameter values count; None: every rank cuts its own values
             and nothing is sent.
         axis, others: for a mesh of several axes: the axis that the styles work on, by name or number, and how plain
@@ -108,7 +109,7 @@ def _steps(module: nn.Module, plan: Plan) -> Iterator[Step]:
                 f"parallelize_module: the plan maps paths (str) to ParallelStyle objects, got {path!r}: {style!r}"
             )
         found = list(find(module, path.split(".") if path else [], ""))
-        if not found:
+        if not found and not _removed(module, path.split(".")):
             raise ValueError(_no_match(module, path))
         for name, target in found:
             yield name, target, style
@@ -123,6 +124,12 @@ def find(module: nn.Module, tokens: list[str], at: str) -> Iterator[tuple[str, n
     for name, child in module._modules.items():
         if child is not None and fnmatchcase(name, tokens[0]):
             yield from find(child, tokens[1:], f"{at}.{name}" if at else name)
+
+
+def _removed(module: nn.Module, tokens: list[str]) -> bool:
+    """Whether a path ends, early or not, at a child that was set to None."""
+    children = [child for name, child in module._modules.items() if tokens and fnmatchcase(name, tokens[0])]
+    return any(child is None or _removed(child, tokens[1:]) for child in children)
 
 
 def _no_match(module: nn.Module, path: str) -> str:

@@ -88,6 +88,19 @@ BAD: dict[str, tuple[object, type[Exception], str]] = {
 }
 
 
+def test_a_child_that_was_taken_out_is_passed_over() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        net = nn.Sequential(mlp(6, 8, 5), nn.Linear(5, 2))
+        net[1] = None  # type: ignore[assignment]
+        plan = {"0.0": ColwiseParallel(), "0.2": RowwiseParallel(), "1": ColwiseParallel(), "1.*": ColwiseParallel()}
+        parallelize_module(net, mesh, plan)
+        assert sharded(net)
+        with pytest.raises(ValueError, match="no module matches '2'"):
+            parallelize_module(nn.Sequential(None), mesh, {"2": ColwiseParallel()})  # type: ignore[arg-type]
+
+    on_ranks(f)
+
+
 @pytest.mark.parametrize(("plan", "error", "text"), BAD.values(), ids=BAD)
 def test_a_bad_plan_changes_nothing(plan: object, error: type[Exception], text: str) -> None:
     def f(mesh: DeviceMesh) -> None:

@@ -105,6 +105,17 @@ refused(lambda: context_parallel(mesh, buffers=[], buffer_seq_dims=[]).__enter__
 refused(lambda: ExplicitRedistributionContext(), "ExplicitRedistributionContext", "CommDebugMode")
 refused(lambda: DTensorSpec(mesh, (dt.Shard(0),)), "tensor_meta")
 net = tp.parallelize_module(torch.nn.Linear(2, 2), mesh, tp.ColwiseParallel())
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    tp.parallelize_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh, {"head": tp.ColwiseParallel()})
+assert ["'head', which is not there: skipped" in str(w.message) for w in caught] == [True], caught
+
+# a whole tensor of this mesh with the shape that it has on another one, as layers of sharding hand it on
+eight = TensorMeta(torch.Size([8, 3]), (3, 1), torch.float32)
+specs = [DTensorSpec(mesh, (p,), tensor_meta=eight) for p in (dt.Replicate(), dt.Shard(0))]
+part = redistribute_local_tensor(torch.ones(4, 3), *specs)
+assert part.shape == (4, 3)
 from torch.distributed.tensor.parallel.ddp import _get_submodule_n_params
 refused(lambda: _get_submodule_n_params(net, "weight"), "_get_submodule_n_params", "DTensor")
 

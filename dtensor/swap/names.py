@@ -66,11 +66,14 @@ OURS: dict[str, dict[str, str]] = {
         "compute_local_shape_and_global_offset": "dtensor.swap.stand_ins:compute_local_shape_and_global_offset",
     },
     f"{_TENSOR}.parallel": {
-        name: f"parallel:{name}"
-        for name in (
+        "parallelize_module": "dtensor.swap.stand_ins:parallelize_module",
+        **{
+            name: f"parallel:{name}"
+            for name in (
             "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
-            "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module",
-        )
+            "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel",
+            )
+        },
     },
     f"{_TENSOR}.parallel.ddp": {
         name: f"dtensor.swap.data_parallel:{name}"

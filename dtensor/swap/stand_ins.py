@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from dtensor import _utils
 from dtensor.device_mesh import DeviceMesh, _active
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec, contiguous_stride, normalize_placements
+from dtensor.spec import Spec, TensorMeta, contiguous_stride, normalize_placements
+from parallel import ParallelStyle, plan
 
 __all__ = [
     "compute_local_shape_and_global_offset", "is_rng_supported_mesh", "manual_seed", "mesh_resources",
-    "redistribute_local_tensor", "use_min_cost_redistribution_plan",
+    "parallelize_module", "redistribute_local_tensor", "use_min_cost_redistribution_plan",
 ]  # fmt: skip
 
 
@@ -72,11 +76,39 @@ def redistribute_local_tensor(
 ) -> torch.Tensor:
     """This rank's part of a tensor of `current_spec`, in the layout of `target_spec`. Not differentiable.
 
+    Torch cuts what is there and does not look at the specs' shape, so programs hand over whole tensors of this mesh
+    that are parts on another one, with specs of the latter's shape. Whole tensors are taken as they are.
+
     Raises NotImplementedError for specs of two meshes.
     """
     if current_spec.mesh != target_spec.mesh:
         raise NotImplementedError("redistribute_local_tensor: two meshes; use DTensor.redistribute")
+    whole = all(p.is_replicate() or p.is_partial() for p in current_spec.placements)
+    if whole and local_tensor.shape != current_spec.shape:
+        meta = TensorMeta(local_tensor.shape, contiguous_stride(local_tensor.shape), local_tensor.dtype)
+        current_spec, target_spec = (
+            Spec(spec.mesh, spec.placements, tensor_meta=meta) for spec in (current_spec, target_spec)
+        )
     return redistribute_local(local_tensor, current_spec, target_spec, async_op=async_op)
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """As `parallel.parallelize_module`, but a path that names no module is passed over with a warning."""
+    if isinstance(parallelize_plan, Mapping):
+        lost = [path for path in parallelize_plan if isinstance(path, str) and not _named(module, path)]
+        for path in lost:
+            warnings.warn(f"parallelize_module: the plan names {path!r}, which is not there: skipped", stacklevel=2)
+        parallelize_plan = {path: style for path, style in parallelize_plan.items() if path not in lost}
+    return plan.parallelize_module(module, device_mesh, parallelize_plan, **options)
+
+
+def _named(module: nn.Module, path: str) -> bool:
+    return path == "" or next(plan.find(module, path.split("."), ""), None) is not None
 
 
 @contextmanager
