@@ -6,9 +6,10 @@ itself are the same objects at every call, those among the arguments are put int
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -192,10 +193,26 @@ class Variant:
         try:
             return self.program.run(objects, plain)
         finally:
-            for at, _ in self._object_leaves:
-                objects[at] = None
-            for at, _ in self._plain_leaves:
-                plain[at] = None
+            self._forget()
+
+    def _forget(self) -> None:
+        for at, _ in self._object_leaves:
+            self._objects[at] = None
+        for at, _ in self._plain_leaves:
+            self._plain[at] = None
+
+    @contextlib.contextmanager
+    def placed(self, leaves: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Inside, the tensors that the program runs on for these arguments: DTensors and leaves, and plain ones."""
+        try:
+            yield self._placed(leaves)
+        finally:
+            self._forget()
+
+    @property
+    def arguments(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Which of the tensors that the program runs on are arguments: DTensors and leaves, and plain ones."""
+        return frozenset(at for at, _ in self._object_leaves), frozenset(at for at, _ in self._plain_leaves)
 
     def text(self, name: str) -> str:
         """The program, written out."""

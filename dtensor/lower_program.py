@@ -106,11 +106,22 @@ class Program:
 
     def run(self, objects: Sequence[Any], plain: Sequence[torch.Tensor]) -> Any:
         """Run on these DTensors and plain tensors, and do to them what the program does."""
-        given = [_TAKE[kind](objects[at]) if kind != "plain" else plain[at] for kind, at in self.used]
+        return self.settle(objects, plain, self.compute(self.given(objects, plain)))
+
+    def given(self, objects: Sequence[Any], plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that the graph takes, of these DTensors and plain tensors: one for each of `used`."""
+        return [_TAKE[kind](objects[at]) if kind != "plain" else plain[at] for kind, at in self.used]
+
+    def compute(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the graph computes, and what it writes in place; nothing of what the program does besides."""
         with torch._C._AutoDispatchBelowAutograd():
             values = self.function(*given)
         if not self.checked:
             self._check(values)
+        return values
+
+    def settle(self, objects: Sequence[Any], plain: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
+        """Do to these DTensors and plain tensors what the program does, with what it computed; its result."""
         new, D = hot._new, hot._DTensor
         made = [new(D, values[at], spec, requires_grad=False) for at, spec in self.wrapped]
         if self.written or self.plain_written:  # autograd must know, and views that had to move data

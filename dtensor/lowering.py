@@ -45,6 +45,7 @@ from typing import Any
 
 import torch
 
+from dtensor.lower_capture import Captured
 from dtensor.lower_code import totals
 from dtensor.lower_guards import Variant, flatten, surroundings
 from dtensor.lower_record import LowerError
@@ -95,6 +96,18 @@ class Lowered:
                     self._variants.insert(0, self._variants.pop(i))
                 return variant.run(leaves)
         return self._traced(args, kwargs).run(leaves)
+
+    def capture(self, /, *args: Any, warmup: int = 3, **kwargs: Any) -> Captured:
+        """The program for these arguments as a CUDA graph (`dtensor.lower_capture`); all ranks must call it.
+
+        It runs `warmup` times on copies, then is captured; nothing is changed. Raises LowerError for a program whose
+        replay would not be what a call is: inputs that are not on one CUDA device, draws that seed a generator,
+        containers or memory that the step renews, collectives of other groups than NCCL's.
+        """
+        leaves, structure = flatten(args, kwargs)
+        now = surroundings()
+        found = next((v for v in self._variants if v.suits(leaves, structure, now)), None)
+        return Captured(self._name, found or self._traced(args, kwargs), leaves, warmup)
 
     def _traced(self, args: Any, kwargs: dict[str, Any]) -> Variant:
         if len(self._variants) >= MAX_PROGRAMS:
