@@ -17,7 +17,7 @@ from dtensor.cost import CostModel
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
 from dtensor.reshard_step import Layout, Step
 
-__all__ = ["Path", "Space", "is_cut"]
+__all__ = ["Facts", "Path", "Space", "is_cut"]
 
 Pieces = tuple[tuple[int, int], ...]
 """Digits of an index, major first, as (stride, size)."""
@@ -60,7 +60,7 @@ class Space:
         model: gives the costs.
         launch: seconds that a collective takes at least.
         in_stages: whether pending parts may be reduced some first and the others later.
-        shots: what `reshard_ways.shot` found.
+        shots, talkers, speeds: what `reshard_ways.shot`, `reshard_shot.talkers` and `reshard_ways.by_speed` found.
         wire: the dtype in which reductions travel, None for the tensor's.
     """
 
@@ -68,6 +68,7 @@ class Space:
         "_digits",
         "_facts",
         "_pace",
+        "_seen",
         "_steps",
         "in_stages",
         "shots",
@@ -76,6 +77,8 @@ class Space:
         "model",
         "shape",
         "sizes",
+        "speeds",
+        "talkers",
         "wire",
     )
 
@@ -86,17 +89,30 @@ class Space:
         self.sizes, self.shape, self.itemsize, self.model = tuple(sizes), tuple(shape), itemsize, model
         self.wire, self.in_stages = wire, in_stages
         self.launch, self._pace = model.floor(1, 0), model.floor(0, 1 << 20) / (1 << 20)
+        if model.axis_bandwidth and type(model).floor is CostModel.floor:  # of the axes that there are
+            long = [a for a, k in enumerate(self.sizes) if k > 1] or [0]
+            self._pace = min([model.transfer(1.0, (a,)) for a in long])
+            self.launch = min([model.launch((a,)) for a in long])
         self._facts: dict[tuple[int, ...], Facts] = {}
+        self._seen: dict[int, tuple[Layout, Facts]] = {}
         self._steps: dict[tuple[object, ...], Path] = {}
-        self.shots: dict[tuple[int, ...], Path] = {}
+        self.shots: dict[tuple[Facts, Facts], Path] = {}
+        self.talkers: dict[tuple[Facts, Facts], tuple[tuple[int, ...], bool]] = {}
+        self.speeds: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._digits: dict[tuple[int, tuple[tuple[int, int], ...]], dict[int, Pieces] | None] = {}
 
     def floor(self, launches: int, nbytes: float) -> float:
-        """`CostModel.floor`, which is linear."""
+        """`CostModel.floor`, which is linear, for the axes of this mesh."""
         return launches * self.launch + nbytes * self._pace
 
     def facts(self, layout: Layout) -> Facts:
-        """What follows from `layout`; kept by the identity of its placements, which have a slow hash."""
+        """What follows from `layout`: one object for equal layouts.
+
+        Kept by the identity of the tuple, which stays alive here, and of its placements, which have a slow hash.
+        """
+        seen = self._seen.get(id(layout))
+        if seen is not None:
+            return seen[1]
         key = tuple(map(id, layout))
         found = self._facts.get(key)
         if found is None:
@@ -115,6 +131,7 @@ class Space:
                     uneven = uneven or n * self.ranks([a for a, _ in cuts]) != self.shape[d]
                 nbytes *= dims[d]
             found = self._facts[key] = Facts(layout, tuple(lists), tuple(dims), nbytes, uneven)
+        self._seen[id(layout)] = layout, found
         return found
 
     def cuts(self, layout: Layout) -> Cuts:
@@ -164,13 +181,12 @@ class Space:
         self._digits[key] = out
         return out
 
-    def kept(self, src: Layout, dst: Layout) -> int:
-        """Bytes of a shard of `dst` that the rank holds in `src` which lacks most: none where cuts cross.
+    def kept(self, have_all: Facts, want_all: Facts) -> int:
+        """Bytes of a shard of the second layout that the rank which lacks most holds in the first: none where cuts cross.
 
-        Where the axes that only cut `src` have no say in `dst`, the rank of the largest shard may hold least.
+        Where the axes that only cut the first have no say in the second, the rank of the largest shard may hold least.
         """
         n = self.itemsize
-        have_all, want_all = self.facts(src), self.facts(dst)
         cut = {axis for cuts in want_all.cuts for axis, _ in cuts}
         for size, s, t, one, other in zip(self.shape, have_all.cuts, want_all.cuts, have_all.dims, want_all.dims):
             if not s or not t:
@@ -213,36 +229,41 @@ class Space:
 
     def step(self, kind: str, axes: tuple[int, ...], src: Layout, dst: Layout) -> Path:
         """A step with the bytes that the rank receives which receives most, and its cost."""
-        key = kind, axes, *map(id, src), *map(id, dst)
+        return self.path(kind, axes, self.facts(src), self.facts(dst))
+
+    def path(self, kind: str, axes: tuple[int, ...], have: Facts, want: Facts) -> Path:
+        """`step`, between layouts of which the facts are at hand."""
+        key = kind, axes, have, want
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = self._step(kind, axes, src, dst)
+            found = self._steps[key] = self._step(*key)
         return found
 
-    def _step(self, kind: str, axes: tuple[int, ...], src: Layout, dst: Layout) -> Path:
+    def _step(self, kind: str, axes: tuple[int, ...], have: Facts, want: Facts) -> Path:
+        src, dst = have.layout, want.layout
         k, model = self.ranks(axes), self.model
         if kind == "all_gather":
-            n = self.nbytes(src) * (k - 1)
-            if self.facts(src).uneven:
-                exact = self.nbytes(dst) - self.kept(src, dst)
+            n = have.nbytes * (k - 1)
+            if have.uneven:
+                exact = want.nbytes - self.kept(have, want)
                 n = exact if padding_counts(n, exact) else n
             cost = model.all_gather(k, n / (k - 1), axes)
         elif kind == "all_to_all":
-            n = self.nbytes(dst) - self.kept(src, dst)
+            n = want.nbytes - self.kept(have, want)
             cost = model.all_to_all(k, n * k / (k - 1), axes)
         elif kind == "all_to_all_reduce":
             whole = tuple(_REPLICATE if isinstance(p, Partial) and p is not q else p for p, q in zip(src, dst))
             parts = self.ranks([a for a in axes if whole[a] is not src[a]])
-            n = self._carried(self.nbytes(dst) * parts - self.kept(whole, dst), self.itemsize)
+            n = self._carried(want.nbytes * parts - self.kept(self.facts(whole), want), self.itemsize)
             cost = model.all_to_all(k, n * k / (k - 1), axes) + model.local_copy(n) + parts * model.hop
         elif kind == "reduce_scatter":
             n = self._carried(self.nbytes(tuple([p if a in axes else q for a, (p, q) in enumerate(zip(src, dst))])))
             cost, n = model.reduce_scatter(k, n, axes), n * (k - 1) // k
         elif kind == "all_reduce":
-            n = self._carried(self.nbytes(src))
+            n = self._carried(have.nbytes)
             cost, n = model.all_reduce(k, n, axes), 2 * n * (k - 1) // k
         else:  # a slice is a view, copied only where nothing follows
-            n = self.nbytes(dst)
+            n = want.nbytes
             cost = 0.0 if kind == "slice" else model.local_copy(n)
         wire = self.wire if kind in ("all_reduce", "reduce_scatter", "all_to_all_reduce") else None
         return cost, (Step(kind, axes, src, dst, n, wire=wire),)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from dtensor.placement import Replicate
@@ -58,10 +59,22 @@ def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
     if known[0] <= space.floor(2, 0) or known[0] <= space.floor(2, least_bytes(space, src, dst)):
         return known
     groups = by_speed(space, range(len(src)))
+    if len(groups) == 1 and len(differ) == 2 and _splitting_saves(space, groups[0]) <= 0:
+        return known
     for order in dict.fromkeys((tuple(groups), tuple([(a,) for group in groups for a in group]))):
-        if len(order) > 1:
+        if len(order) > 1 and (pending or len(differ) > 2):  # else the search tries them
             known = min(known, staged(space, src, dst, order), key=lambda way: (way[0], collectives(way)))
     return _search(space, src, dst, known, _FUEL[min(len(differ), 4)])
+
+
+def _splitting_saves(space: Space, axes: Sequence[int]) -> float:
+    """Seconds that a collective over `axes`, of links alike, takes longer than one after the other, besides bytes."""
+    model, sizes = space.model, [space.sizes[a] for a in axes]
+    if len(sizes) < 2:
+        return 0.0
+    return model.all_gather(math.prod(sizes), 0, axes) - sum(
+        [model.all_gather(k, 0, (a,)) for k, a in zip(sizes, axes)]
+    )
 
 
 def _search(space: Space, src: Layout, dst: Layout, known: Path, fuel: int) -> Path:
@@ -98,6 +111,8 @@ def _search(space: Space, src: Layout, dst: Layout, known: Path, fuel: int) -> P
                     after, last = shot(space, nxt, dst)
                     if total + after < known[0] * _BETTER:
                         known = total + after, _way(came, src, nxt) + last
+                    if not any([len(s.axes) > 1 for s in last if s.is_collective]):
+                        continue  # one axis is not left to the steps of several
                     least = space.floor(2, sum([s.nbytes for s in last if s.is_collective]))
                 if total + least < known[0] * _BETTER:
                     heapq.heappush(queue, (total + least, next(order), total, nxt))
@@ -132,16 +147,15 @@ def _edges(space: Space, cur: Layout, dst: Layout, room: float) -> Iterator[tupl
 
 
 def _between(space: Space, cur: Layout, dst: Layout, differ: Sequence[int]) -> Iterator[Layout]:
-    """Layouts with some more axes as in `dst`, or replicated where there are only two."""
+    """Layouts with some more axes as in `dst`; where there are only two, with one as in `dst` or replicated."""
     if len(differ) != 2:
         for axes in _some(space, differ):
             yield tuple([dst[a] if a in axes else p for a, p in enumerate(cur)])
         return
-    one, other = differ
-    for p, q in itertools.product((dst[one], cur[one], _REPLICATE), (dst[other], cur[other], _REPLICATE)):
-        nxt = tuple([p if a == one else q if a == other else r for a, r in enumerate(cur)])
-        if nxt != cur and nxt != dst:
-            yield nxt
+    for a in differ:
+        for p in dict.fromkeys((dst[a], _REPLICATE)):
+            if p is not cur[a]:
+                yield (*cur[:a], p, *cur[a + 1 :])
 
 
 def _reducing(space: Space, cur: Layout, dst: Layout, pending: list[int], room: float) -> Iterator[tuple[Layout, Path]]:

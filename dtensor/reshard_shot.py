@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from dtensor.reshard_layout import Path, Space, is_cut
+from dtensor.reshard_layout import Facts, Path, Space, is_cut
 from dtensor.reshard_step import Layout, Step
 
-__all__ = ["alike", "one_shot", "talkers"]
+__all__ = ["alike", "one_shot", "shot_between", "talkers"]
 
 
 def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool]:
@@ -21,9 +21,17 @@ def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bo
     dim begin alike), it keeps apart what it kept apart; every other axis that cuts `src` has data that ranks
     elsewhere on it want. Axes that only cut `dst` need none: each position takes its part.
     """
+    return _talkers(space, space.facts(src), space.facts(dst))
+
+
+def _talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, ...], bool]:
+    key = have_all, want_all
+    found = space.talkers.get(key)
+    if found is not None:
+        return found
     over: set[int] = set()
     pure = True
-    for n, s, t in zip(space.shape, space.cuts(src), space.cuts(dst)):
+    for n, s, t in zip(space.shape, have_all.cuts, want_all.cuts):
         if s == t or not s:
             continue
         have, want = (space.digits(n, s), space.digits(n, t)) if t else (None, None)
@@ -40,7 +48,8 @@ def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bo
         if same < len(s):
             over.update([axis for axis, _ in s[same:]])
             pure = pure and same == len(t)
-    return tuple(sorted(over)), pure
+    found = space.talkers[key] = tuple(sorted(over)), pure
+    return found
 
 
 def alike(space: Space, src: Layout, dst: Layout) -> bool:
@@ -70,7 +79,13 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
     none must talk; an all-gather (after a slice) where all ranks along `over` want all that they hold together;
     else an all-to-all with split sizes.
     """
-    axes, pure = talkers(space, src, dst)
+    return shot_between(space, space.facts(src), space.facts(dst))
+
+
+def shot_between(space: Space, have: Facts, want: Facts) -> Path:
+    """`one_shot`, between layouts of which the facts are at hand."""
+    axes, pure = _talkers(space, have, want)
+    src, dst = have.layout, want.layout
     if not axes:
         if alike(space, src, dst):
             return 0.0, () if src == dst else (Step("keep", (), src, dst),)
@@ -79,7 +94,7 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
         mid = tuple([p if a in axes or is_cut(p) else dst[a] for a, p in enumerate(src)])
         cost, first = (0.0, ()) if alike(space, mid, src) else one_shot(space, src, mid)
         if first and (talkers(space, mid, dst) != (axes, True) or first[0].is_collective):
-            return space.step("all_to_all", axes, src, dst)
+            return space.path("all_to_all", axes, have, want)
         gather, second = space.step("all_gather", axes, mid if first else src, dst)
         return cost + gather, first + second
-    return space.step("all_to_all", axes, src, dst)
+    return space.path("all_to_all", axes, have, want)

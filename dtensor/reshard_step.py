@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ COLLECTIVES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One move of a plan: from the layout `src` to the layout `dst`.
 
     Attributes:

@@ -6,11 +6,12 @@ the goal cuts and reduce the rest, or to let the receivers reduce; and, where li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_layout import Path, Space
-from dtensor.reshard_shot import one_shot, talkers
+from dtensor.reshard_shot import one_shot, shot_between, talkers
 from dtensor.reshard_spread import spread
 from dtensor.reshard_step import Layout
 
@@ -28,14 +29,16 @@ _FEW = 256
 
 def shot(space: Space, src: Layout, dst: Layout) -> Path:
     """One shot; by seconds, a gather and a slice where an all-to-all, which takes longer to start, is slower."""
-    key = *map(id, src), *map(id, dst)
+    key = space.facts(src), space.facts(dst)
     found = space.shots.get(key)
     if found is None:
-        found = one_shot(space, src, dst)
+        found = shot_between(space, *key)
         if space.model.by_seconds and found[1] and found[1][-1].kind == "all_to_all":
-            over = found[1][-1].axes
-            whole = replicated(src, over)
-            gather, step = space.step("all_gather", over, src, whole)
+            over, k = found[1][-1].axes, space.ranks(found[1][-1].axes)
+            gather: float = math.inf
+            if key[0].uneven or space.model.all_gather(k, key[0].nbytes, over) < found[0]:
+                whole = replicated(src, over)
+                gather, step = space.step("all_gather", over, src, whole)
             if gather < found[0]:
                 rest, more = one_shot(space, whole, dst)
                 found = min(found, (gather + rest, step + more), key=lambda path: path[0])
@@ -120,7 +123,11 @@ def collectives(path: Path) -> int:
 
 def by_speed(space: Space, axes: Iterable[int]) -> list[tuple[int, ...]]:
     """Groups of axes whose links are about equally fast, the fastest first."""
-    paces = sorted([(space.model.transfer(1.0, (a,)), a) for a in axes if space.sizes[a] > 1])
+    key = tuple(axes)
+    known = space.speeds.get(key)
+    if known is not None:
+        return known
+    paces = sorted([(space.model.transfer(1.0, (a,)), a) for a in key if space.sizes[a] > 1])
     groups: list[tuple[int, ...]] = []
     start = 0.0
     for pace, a in paces:
@@ -129,6 +136,7 @@ def by_speed(space: Space, axes: Iterable[int]) -> list[tuple[int, ...]]:
         else:
             groups.append((a,))
             start = pace
+    space.speeds[key] = groups
     return groups
 
 
