@@ -182,7 +182,7 @@ class Space:
         return out
 
     def kept(self, have_all: Facts, want_all: Facts) -> int:
-        """Bytes of a shard of the second layout that the rank which lacks most holds in the first: none where cuts cross.
+        """Bytes of the second layout's shard that the rank lacking most holds in the first: none where cuts cross.
 
         Where the axes that only cut the first have no say in the second, the rank of the largest shard may hold least.
         """

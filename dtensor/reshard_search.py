@@ -111,7 +111,7 @@ def _search(space: Space, src: Layout, dst: Layout, known: Path, fuel: int) -> P
                     after, last = shot(space, nxt, dst)
                     if total + after < known[0] * _BETTER:
                         known = total + after, _way(came, src, nxt) + last
-                    if not any([len(s.axes) > 1 for s in last if s.is_collective]):
+                    if not any(len(s.axes) > 1 for s in last if s.is_collective):
                         continue  # one axis is not left to the steps of several
                     least = space.floor(2, sum([s.nbytes for s in last if s.is_collective]))
                 if total + least < known[0] * _BETTER:
