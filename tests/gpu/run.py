@@ -26,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORLDS = (1, 2, 4, 8)
+TAIL = 12_000  # characters of the ranks' own output that are shown after a failure
 GRACE = 10.0  # seconds between asking a world to show its stacks and ending it
 
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
         from worker import cases
 
-        print("\n".join(f"{name:40} {doc}" for name, doc in cases()))
+        print("\n".join(f"{name:40} {doc}" for name, doc in cases(options.modules)))
         return 0
     gpus = _gpus() if options.device == "cuda" else 0
     failed, skipped, lines = [], [], []
@@ -66,6 +67,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--worlds", type=_numbers, default=WORLDS, help="world sizes, default 1,2,4,8")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: over gloo")
     parser.add_argument("--only", default="", help="run cases whose name holds one of these words: a,b")
+    parser.add_argument("--modules", default="", help="modules with cases in the place of tests/gpu/cases_*.py: a,b")
     parser.add_argument("--quick", action="store_true", help="fewer layouts and dtypes of each case")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one world")
     parser.add_argument("--keep-going", action="store_true", help="go on to larger worlds after a failure")
@@ -95,11 +97,13 @@ def _world(world: int, options: argparse.Namespace) -> dict[str, object]:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--standalone",
             str(HERE / "worker.py"), "--device", options.device, "--only", options.only, "--told", told,
-            *(["--quick"] if options.quick else []),
+            "--modules", options.modules, *(["--quick"] if options.quick else []),
         ]  # fmt: skip
         paths = [str(ROOT), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        errors = Path(told) / "errors"
+        with errors.open("wb") as stream:
+            process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=stream)
         try:
             code: int | None = process.wait(options.timeout)
         except subprocess.TimeoutExpired:
@@ -113,6 +117,8 @@ def _world(world: int, options: argparse.Namespace) -> dict[str, object]:
         failures = sorted((r for r in reports if r.get("traceback")), key=lambda r: r["time"])
         for report in failures:
             print(f"-- rank {report['rank']} failed in {report['case']}:\n{report['traceback']}", flush=True)
+        if code != 0 or failures:
+            print("-- what the ranks and torchrun wrote:\n" + errors.read_text(errors="replace")[-TAIL:], flush=True)
         ended = [r for r in reports if "passed" in r]
         missing = world - len({r["rank"] for r in reports})
         if missing and code != 0:

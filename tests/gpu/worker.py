@@ -25,21 +25,22 @@ import torch.distributed as dist
 from environment import Environment, Skip
 
 CASES = (
-    "collectives", "redistribution",
+    "collectives", "redistribution", "rules", "numbers", "attention", "random_numbers", "losses", "training", "lowered",
 )  # fmt: skip
 
 
-def _found() -> Iterator[tuple[str, Callable[[Environment], None]]]:
-    for name in CASES:
+def _found(modules: str) -> Iterator[tuple[str, Callable[[Environment], None]]]:
+    """Name and function of every case of `modules`, or of all modules here."""
+    for name in modules.split(",") if modules else CASES:
         module = importlib.import_module(f"cases_{name}")
-        for key, value in vars(module).items():
+        for key, value in list(vars(module).items()):
             if key.startswith("case_") and callable(value):
                 yield f"{name}.{key.removeprefix('case_')}", value
 
 
-def cases() -> list[tuple[str, str]]:
+def cases(modules: str = "") -> list[tuple[str, str]]:
     """Name and first line of every case."""
-    return [(name, (case.__doc__ or "").strip().splitlines()[0]) for name, case in _found()]
+    return [(name, (case.__doc__ or "").strip().splitlines()[0]) for name, case in _found(modules)]
 
 
 def main() -> None:
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="")
     parser.add_argument("--told", required=True)
+    parser.add_argument("--modules", default="")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -67,7 +69,7 @@ def main() -> None:
     env = Environment(device, rank, dist.get_world_size(), options.quick)
     words = [word for word in options.only.split(",") if word]
     passed, skipped = 0, []
-    for name, case in _found():
+    for name, case in list(_found(options.modules)):
         if words and not any(word in name for word in words):
             continue
         torch.manual_seed(0)

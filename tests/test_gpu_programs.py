@@ -1,0 +1,80 @@
+"""The programs of tests/gpu without a GPU: their logic on gloo, their launcher, what it says where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+LAUNCHER = Path(__file__).parent / "gpu" / "run.py"
+
+
+def launched(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ) | ({"PYTHONPATH": str(path)} if path else {})
+    return subprocess.run(
+        [sys.executable, str(LAUNCHER), *options], capture_output=True, text=True, timeout=240, env=environment
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_programs_on_gloo() -> None:
+    words = (
+        "movement,one_rank,groups,other_order,distribute,autocast,bytes,attention.math,grouped,draws,equal_seeds,losses,"
+        "tensor_parallel,lowered"
+    )
+    done = launched("--device", "cpu", "--worlds", "2", "--quick", "--only", words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("collectives.movement", "redistribution.other_order", "random_numbers.whole_draws", "lowered.step"):
+        assert [line for line in done.stdout.splitlines() if line.startswith(name) and "passed" in line], done.stdout
+    assert "world of 2, lowered.cuda_graph: CUDA graphs need a GPU" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_without_gpus() -> None:
+    """What is skipped, and why, and that this is no failure."""
+    done = launched("--worlds", "1,8")
+    assert done.returncode == 0, done.stderr
+    assert "world of 1: torch sees 0 GPUs here" in done.stdout and "world of 8: torch sees 0 GPUs" in done.stdout
+
+
+BROKEN = '''
+import time
+import torch.distributed as dist
+from environment import Skip
+
+def case_first(env):
+    """It passes."""
+    raise Skip("of no use here")
+
+def case_second(env):
+    """It fails on one rank, while the other waits for it."""
+    if env.rank == 1:
+        raise ValueError("this rank is wrong")
+    dist.barrier()
+
+def case_third(env):
+    """It is never run."""
+'''
+
+
+@pytest.mark.processes
+def test_a_failure_ends_the_world(tmp_path: Path) -> None:
+    """The failed rank's traceback comes first, the others are ended, the exit code says so."""
+    (tmp_path / "cases_broken.py").write_text(BROKEN)
+    done = launched("--device", "cpu", "--worlds", "2,2", "--modules", "broken", path=tmp_path)
+    assert done.returncode == 1
+    text = done.stdout
+    assert text.index("-- rank 1 failed in broken.second") < text.index("ValueError: this rank is wrong")
+    assert text.index("ValueError: this rank is wrong") < text.index("what the ranks and torchrun wrote")
+    assert "broken.third" not in text and "FAILED: world of 2" in text and text.count("== world of 2") == 1
+    assert "broken.first" in text and "skipped: of no use here" in text
+
+
+def test_arguments_are_checked() -> None:
+    done = launched("--worlds", "1,zero")
+    assert done.returncode == 2 and "--worlds" in done.stderr
