@@ -36,7 +36,7 @@ export OMP_NUM_THREADS := 1
 # installed again. RECORD=1 writes their numbers anew.
 CLIENTS := .venv-clients/.installed
 
-.PHONY: demo test suite test-fast test-gpu lint lint-workflows golden sweep bench bench-gpu clients clean
+.PHONY: demo test suite test-fast test-gpu gpu-check lint lint-workflows golden sweep bench bench-gpu clients clean
 
 # torch first and by its exact version: an open range may fetch another build of several GB. The other pins hold for every
 # torch, but for setuptools, of which each torch wants another.
@@ -72,6 +72,10 @@ test-fast: $(STAMP)
 # One process for each GPU; without GPUs it says what it skips and why.
 test-gpu: $(STAMP)
 	$(PY) tests/gpu/run.py $(GPU)
+
+# Both on one GPU in eight minutes, with the torch that PYTHON has: nothing is installed.
+gpu-check:
+	PYTHON=$(PYTHON) tests/gpu/one_gpu.sh $(GPU)
 
 # All rules as one text file, which a test compares: run this after a change of rules and read the diff.
 golden: $(STAMP)
