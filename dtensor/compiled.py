@@ -71,11 +71,13 @@ def _register_constants() -> None:
     Placement.__fx_repr__ = _placement_code  # type: ignore[attr-defined]
     DeviceMesh.__fx_repr__ = _mesh_code  # type: ignore[attr-defined]
     try:
-        from torch._library.opaque_object import MemberType, register_opaque_type
+        from torch._library import opaque_object as registry
     except ImportError:
         return
+    register: Any = getattr(registry, "register_custom_class", None)  # torch 2.14 and newer
+    register, kind = (register, "constant") if register else (registry.register_opaque_type, "value")
     for cls, asked in _KINDS:
-        register_opaque_type(cls, typ="value", members=dict.fromkeys(asked, MemberType.USE_REAL))
+        register(cls, typ=kind, members=dict.fromkeys(asked, registry.MemberType.USE_REAL))
 
 
 _register_constants()

@@ -18,6 +18,14 @@ DOCS = Path(__file__).parent.parent / "docs"
 aten = torch.ops.aten
 
 
+def pinned() -> str:
+    """The version of torch that constraints.txt names."""
+    found = re.search(r"^torch==(\S+)", (DOCS.parent / "constraints.txt").read_text(), re.MULTILINE)
+    assert found
+    return found.group(1)
+
+
+@pytest.mark.skipif(torch.__version__.split("+")[0] != pinned(), reason="another torch has other overloads to count")
 def test_the_golden_file_is_current() -> None:
     want = (DOCS / "rules.txt").read_text().splitlines()
     got = listing().splitlines()
