@@ -189,6 +189,13 @@ class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
             raise IndexError(f"rank {self._rank} is not in {self!r}, so it has no local rank there")
         return self.coord[axis]
 
+    @property
+    def _layout(self) -> Any:
+        """The axes in torch's own form: what torch's pipelines, which send no meshes, tell a mesh by."""
+        from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
+
+        return _MeshLayout([_FlatLayout(tuple(n for n, _ in a), tuple(step for _, step in a)) for a in self._axes])
+
     def _get_root_mesh(self) -> Self:
         return self if self._root is None else self._root
 

@@ -22,16 +22,20 @@ ALONE = {
     "case_ddp_over_tp_with_a_group_alone": "mixed torch.Tensor and DTensor in the constructor of DDP",
     "case_ddp_over_all_processes_is_refused": "another error: mixed torch.Tensor and DTensor",
     "case_compile_inductor": "it runs; it is left out for its time",
+    "case_compile_ddp_over_tp": "unhashable type: non-nested SymInt",
+    "case_averaged_model": "_foreach_lerp_ got mixed torch.Tensor and DTensor",
+    "case_autocast_and_loss_scaling": "_amp_foreach_non_finite_check_and_unscale_ got mixed torch.Tensor and DTensor",
 }
 """Cases that torch's engine cannot run, and its error."""
 
 ROUNDING = 1e-9
 TOLERANCE = {
-    "case_mixed_precision_over_tp": 2e-3,  # bfloat16, whose sums of two parts round otherwise
+    "case_mixed_precision_over_tp": 5e-3,  # bfloat16, whose sums of two parts round otherwise
     "case_autocast": 2e-2,
     "case_muon": 3e-3,
     **dict.fromkeys(
         (
+            "case_parameters_on_the_whole_mesh", "case_pipeline_of_dtensors", "case_pipeline_of_four_stages",
             "case_over_tp", "case_replicate_shard_and_tp", "case_clipping", "case_ddp_over_tp_with_a_mesh",
             "case_ddp_over_tp_with_a_group", "case_ddp_over_tp_with_checkpointing", "case_activation_checkpointing",
             "case_activation_checkpointing_and_fsdp", "case_compile_aot_eager", "case_pipeline_gpipe",
@@ -55,8 +59,14 @@ CASES = [
 ]
 
 
-TWO = ("case_compile_aot_eager", "case_compile_inductor", "case_optimizers_in_a_loop", "case_autocast", "case_muon")
-"""Cases to which four processes add only time."""
+TWO = {
+    "fsdp": "prefetch reshard_after_forward offload shard_along_another_dim tied_ignored_and_frozen from_meta "
+    "gradient_division mixed_precision_all_low replicate the_older_fsdp",
+    "checkpoints": "parts_of_the_state plain_state_dicts saving_in_the_background to_one_file_and_back full_state",
+    "training": "optimizers_in_a_loop optimizers_foreach rprop muon adafactor averaged_model autocast compile_inductor "
+    "compile_aot_eager compile_ddp_over_tp clipping_that_is_not_finite a_module_distributed_whole pipeline_1f1b",
+}
+"""Cases to which four processes would add time and nothing else."""
 
 
 @pytest.mark.processes
@@ -66,4 +76,5 @@ def test_on_two_processes() -> None:
 
 @pytest.mark.processes
 def test_on_four_processes() -> None:
-    run_ranks(4, [*(case for case in CASES if case.__name__ not in TWO), *EXCHANGES], timeout=120).check()
+    cases = [c for c in CASES if c.__name__.removeprefix("case_") not in TWO[c.program].split()]
+    run_ranks(4, [*cases, *EXCHANGES], timeout=120).check()

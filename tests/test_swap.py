@@ -167,10 +167,10 @@ def test_names_refusals_undo_and_early_imports() -> None:
 
 
 @pytest.mark.processes
-def test_programs_of_torchs_unmodified() -> None:
-    """Spawned processes are swapped too: what the programs print comes from one."""
-    printed = python("-m", "dtensor.swap", str(PROGRAMS / "both.py"))
-    assert printed.count("engine dtensor.") == 2 and "done" in printed
+def test_a_program_of_torchs_unmodified() -> None:
+    """Spawned processes are swapped too: what the program prints comes from one."""
+    printed = python("-m", "dtensor.swap", str(PROGRAMS / "tensor_parallel.py"))
+    assert "engine dtensor." in printed and "done" in printed
 
 
 def test_command_line(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 
 from dtensor.placement import Partial, Replicate
@@ -147,12 +148,26 @@ def _check_group(specs: dict[str, Spec], ranks: list[int]) -> None:
             )
 
 
+# ------------------------------------------------------------ fully_shard
+_sharding_spec: Callable[..., Any] = FSDPParam._init_sharding_spec_spmd
+
+
+@functools.wraps(_sharding_spec)
+def _init_sharding_spec_spmd(self: Any, param: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """It asks for the very mesh that `fully_shard` was given; a spec holds one of all the meshes that are equal."""
+    if self.mesh_info.spmd_mesh == param._spec.mesh:
+        self.mesh_info.spmd_mesh = param._spec.mesh
+    return _sharding_spec(self, param, *args, **kwargs)
+
+
 def follow() -> None:
     """From now on DDP takes modules of DTensors whatever way it is told its ranks."""
     DistributedDataParallel.__init__ = _init  # type: ignore[method-assign]
+    FSDPParam._init_sharding_spec_spmd = _init_sharding_spec_spmd  # type: ignore[method-assign]
 
 
 def stop() -> None:
     """No longer."""
+    FSDPParam._init_sharding_spec_spmd = _sharding_spec  # type: ignore[method-assign]
     if DistributedDataParallel.__init__ is _init:
         DistributedDataParallel.__init__ = _original  # type: ignore[method-assign]

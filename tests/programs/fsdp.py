@@ -7,9 +7,18 @@ A case takes the number of processes and gives its numbers.
 import torch
 import torch.nn as nn
 from common import batches, close, full, made, numbers, train
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 STEPS = 2
@@ -235,8 +244,6 @@ def case_from_meta(world):
     whole = made().state_dict()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            from torch.distributed.tensor import distribute_tensor
-
             p.copy_(distribute_tensor(whole[name], p.device_mesh, p.placements))
     return compared(mesh, model, made(), world)
 
@@ -254,3 +261,92 @@ def case_gradient_division(world):
     plain(data).pow(2).sum().backward()
     close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
     return [full(p.grad) for p in model.parameters()]
+
+
+def case_parameters_on_the_whole_mesh(world):
+    """Parameters that are DTensors on both axes before `fully_shard`, which is told which axis is its own."""
+    mesh = grid(world // 2, 2)
+    model = made()
+    for i, placed in ((0, (Replicate(), Shard(0))), (2, (Replicate(), Shard(1))), (3, (Replicate(), Replicate()))):
+        for name, p in list(model[i].named_parameters()):
+            where = placed if p.ndim == 2 or i == 0 else (Replicate(), Replicate())
+            model[i].register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, where)))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    plain = made()
+    data = batches(STEPS, 2 * world)
+    part = data.chunk(world // 2, 1)[mesh.get_local_rank("dp")]
+    optimizer, its = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    for x, y in zip(part, data):
+        out = model(distribute_tensor(x, mesh, (Replicate(), Replicate()), src_data_rank=None))
+        loss = out.pow(2).mean()
+        (loss.to_local() if isinstance(loss, DTensor) else loss).backward()
+        plain(y).pow(2).mean().backward()
+        for o in (optimizer, its):
+            o.step()
+            o.zero_grad()
+    close(numbers(model), numbers(plain))
+    return numbers(model)
+
+
+def case_experts(world):
+    """Experts on one axis, sharded along another dim over the other axis."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            g = torch.Generator().manual_seed(2)
+            self.up = nn.Parameter(torch.randn(4, 6, 5, generator=g, dtype=torch.float64))
+
+        def forward(self, x):
+            up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
+            return torch.einsum("ebi,eio->ebo", x, up)
+
+    model, plain = Experts(), Experts()
+    model.up = nn.Parameter(distribute_tensor(model.up.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
+    assert model.up.placements == (Shard(1), Shard(0))
+    x = batches(1, 4 * world, 6)[0].reshape(4, -1, 6)
+    mine = x.chunk(world // 2, 1)[mesh.get_local_rank("dp")].chunk(2)[mesh.get_local_rank("ep")]
+    optimizer, its = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    for _ in range(STEPS):
+        (model(mine).pow(2).sum() / mine[0].numel()).backward()
+        (plain(x).pow(2).sum() / x[0].numel()).backward()
+        for o in (optimizer, its):
+            o.step()
+            o.zero_grad()
+    close(numbers(model), numbers(plain))
+    return numbers(model)
+
+
+def case_replicate(world):
+    """`replicate` of the FSDP2 family: gradients are averaged, parameters stay whole."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    model = made()
+    for part in (model[0], model[2], model):
+        replicate(part, mesh=mesh)
+    return compared(mesh, model, made(), world)
+
+
+def case_the_older_fsdp(world):
+    """Its sharded state dicts are DTensors; `HYBRID_SHARD` on two axes."""
+    found, plain, data = [], made(), batches(STEPS, 4 * world)
+    its = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, data, its)
+    for shape, strategy in (((world,), ShardingStrategy.FULL_SHARD), ((world // 2, 2), ShardingStrategy.HYBRID_SHARD)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        options = {"device_mesh": mesh, "use_orig_params": True, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(made(), sharding_strategy=strategy, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, data.chunk(world, 1)[torch.distributed.get_rank()], optimizer)
+        state = get_model_state_dict(model)
+        assert all(isinstance(t, DTensor) for t in state.values())
+        other = FullyShardedDataParallel(made(seed=4), sharding_strategy=strategy, **options)
+        set_model_state_dict(other, state)
+        whole = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+        close([whole[name] for name, _ in plain.named_parameters()], [p.detach() for p in plain.parameters()])
+        found += whole.values()
+    return found

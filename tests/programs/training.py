@@ -8,15 +8,23 @@ A case takes the number of processes and gives its numbers.
 import functools
 
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn as nn
 import torch.nn.functional as F
 from common import batches, close, full, made, numbers, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 PLAN = {"0": ColwiseParallel, "2": RowwiseParallel}
@@ -329,6 +337,14 @@ def case_compile_blocks_under_fsdp(world):
     return numbers(model)
 
 
+def case_compile_ddp_over_tp(world):
+    torch._dynamo.reset()
+    compile = functools.partial(torch.compile, backend="aot_eager")
+    found = replicated(world, lambda model, mesh: compile(DistributedDataParallel(model, device_mesh=mesh["dp"])))
+    torch._dynamo.reset()
+    return found
+
+
 def piped(world, schedule, shard=False):
     """Two stages; within each, with 4 processes, tensor parallelism or sharded data parallelism."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "tp"))
@@ -376,6 +392,65 @@ def case_pipeline_of_sharded_stages(world):
     return piped(world, ScheduleGPipe, shard=True)
 
 
+def case_pipeline_of_dtensors(world):
+    """What goes from stage to stage is a DTensor on the other axis, sharded along its features."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "tp"))
+    stage, inner = mesh.get_local_rank("pp"), mesh["tp"]
+    layers, data = [made(seed=1)[0], made(seed=2)[2]], batches(1, 8)[0]
+    mine = distribute_module(nn.Sequential(*[made(seed=1)[:1], made(seed=2)[2:3]][stage]), inner)
+    mine[0].weight = nn.Parameter(mine[0].weight.redistribute(placements=[Shard(stage)]))
+    run = ScheduleGPipe(
+        PipelineStage(
+            mine, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group(), get_mesh=lambda names, layout: inner
+        ),
+        4,
+        loss_fn=lambda y, t: (y - t).pow(2).mean().full_tensor(),
+    )  # fmt: skip
+    if stage == 0:
+        run.step(distribute_tensor(data, inner, [Replicate()]))
+    else:
+        run.step(target=distribute_tensor(data, inner, [Replicate()]))
+    F.mse_loss(layers[1](layers[0](data)), data).backward()
+    close([full(p.grad) for p in mine.parameters()], [p.grad for p in layers[stage].parameters()])
+    return [full(p.grad) for p in mine.parameters()]
+
+
+def case_pipeline_of_four_stages(world):
+    """Two stages a process, in turn, and with the gradients of inputs and of weights apart."""
+    found = []
+    for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "tp"))
+        place, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
+        whole = [made(seed=i) for i in range(4)]
+        mine = [parallel(mesh["tp"], made(seed=i)) for i in (place, place + 2)]
+        stages = [PipelineStage(m, i, 4, torch.device("cpu"), group=group) for m, i in zip(mine, (place, place + 2))]
+        run = schedule(stages, 4, loss_fn=F.mse_loss)
+        data, target = batches(2, 8)
+        run.step(*([data] if place == 0 else []), **({"target": target} if place == 1 else {}))
+        F.mse_loss(nn.Sequential(*whole)(data), target).backward()
+        for m, i in zip(mine, (place, place + 2)):
+            close([full(p.grad) for p in m.parameters()], [p.grad for p in whole[i].parameters()])
+            found += [full(p.grad) for p in m.parameters()]
+    return found
+
+
+def case_averaged_model(world):
+    """A moving average of the parameters, in its foreach form and in a loop."""
+    mesh = init_device_mesh("cpu", (world,))
+    found = []
+    for options in ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": None}):
+        models = [parallel(mesh), made()]
+        averages = [AveragedModel(m, **options) for m in models]
+        for m, average in zip(models, averages):
+            optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+            for x in batches(2, 4):
+                train(m, [x], optimizer)
+                average.update_parameters(m)
+        close(numbers(averages[0]), numbers(averages[1]))
+        found += numbers(averages[0])
+    return found
+
+
 def case_loss_scaling(world):
     """A gradient that is infinite in one process's part only: no process takes the step, and all scale down."""
     found = []
@@ -416,6 +491,34 @@ def case_autocast(world):
         seen.append([full(y).float(), *(full(p.grad) for p in m.parameters())])
     close(seen[0], seen[1], 3e-2)
     return seen[0]
+
+
+def case_autocast_and_loss_scaling(world):
+    """Sharded parameters and plain ones in one optimizer, float16 inside."""
+    mesh, seen = init_device_mesh("cpu", (world,)), []
+    for m in (parallel(mesh, made(dtype=torch.float32)), made(dtype=torch.float32)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for x in batches(2, 4, dtype=torch.float32):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = m(x).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        seen.append(numbers(m))
+    close(seen[0], seen[1], 5e-3)
+    return seen[0]
+
+
+def case_functional_collectives(world):
+    """They take a mesh, or a mesh and one of its axes."""
+    mesh = grid(world // 2, 2)
+    found = [funcol.all_reduce(torch.ones(3), "sum", group) for group in (mesh["tp"], (mesh, 1))]
+    close([full(t) for t in found], [torch.full((3,), 2.0)] * 2)
+    return [full(t) for t in found]
 
 
 def case_a_module_distributed_whole(world):
