@@ -8,12 +8,12 @@ of the chain moves anything, so that all of it together is the same composite on
     here            linear(local x, local w), one wrapper; backward: two local products, two wrappers
 
 What is decided stays what the rules decide. At the first call with such specs the chain is *tried* on specs alone
-(`dtensor.decompositions`), and only where every op in it keeps its inputs where they are and runs as it is, on all
-ranks, does the product run whole: its result has the layout that the chain gives. All else is torch's chain as ever,
-op by op: layouts that move, kernels, autocast, transforms of functions, tensors without values, tensors of other
-classes. Backward is tried likewise, with the layout that the gradient has; gradients of gradients, and whatever a
-dispatch mode looks at, run op by op. Whether autograd has one node or a chain of them is a matter of specs, never of
-local tensors or of modes: ranks do alike, and so do a forward and its recomputation.
+(`dtensor.chains`), and only where every op in it keeps its inputs where they are and runs as it is, on all ranks,
+does the product run whole: its result has the layout that the chain gives. All else is torch's chain as ever, op by
+op: layouts that move, kernels, autocast, transforms of functions, tensors without values, tensors of other classes.
+Backward is tried likewise, with the layout that the gradient has; gradients of gradients, and whatever a dispatch mode
+looks at, run op by op. Whether autograd has one node or a chain of them is a matter of specs, never of local tensors
+or of modes: ranks do alike, and so do a forward and its recomputation.
 
 The functions are kernels of the dispatch key `PythonTLSSnapshot`, as those of `dtensor.composites`: calls on plain
 tensors do not meet them.
@@ -21,45 +21,26 @@ tensors do not meet them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor import dispatch as hot
-from dtensor.decompositions import GaveUp, Trial
+from dtensor.chains import HERE, UNSEEN, Results, composite, is_contiguous, is_usual, plans, try_chain
+from dtensor.decompositions import GaveUp
 from dtensor.dispatch_call import plain_wrapper
-from dtensor.propagate import Decision
-from dtensor.registry import Call, on_clear, op_name
-from dtensor.spec import Spec, contiguous_stride
+from dtensor.spec import Spec
 
 __all__ = ["bind", "see_whole"]
 
 aten = torch.ops.aten
-Results = tuple[Any, ...]
-Specs = tuple[Spec | None, ...]
-
-_MOST = 16384
-_UNSEEN: Any = object()
 _DTensor: Any = None
 _new: Callable[..., Any]
 _library: torch.library.Library | None = None
-_plans: dict[tuple[Any, ...], Specs | None] = {}
-"""By function and specs: the specs of the results where the chain is local, None where it is not."""
-_usual: dict[int, bool] = {}
-"""Dispatch keys of a call, as a number: True where nothing but autograd stands between the call and dispatch."""
-
-_KEY = torch._C.DispatchKey
-_HERE = _KEY.PythonTLSSnapshot
-_MODES = torch._C._TorchDispatchModeKey
-_INFRA = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 _grad_enabled = torch.is_grad_enabled
 _watching = torch._C._len_torch_dispatch_stack
 _local_linear: Callable[..., torch.Tensor] = torch._C._nn.linear
-_local_matmul: Callable[..., torch.Tensor] = torch.matmul
 
 
 def bind(cls: type, new: Callable[..., Any]) -> None:
@@ -80,91 +61,12 @@ def see_whole(on: bool) -> None:
         _library.impl("matmul", _matmul, "PythonTLSSnapshot", with_keyset=True)
 
 
-on_clear(_plans.clear)
-
-
-# ------------------------------------------------------------ what is local
-def _is_usual(keys: Any) -> bool:
-    """Whether autograd is next, and no autocast, transform or tracer between."""
-    number: int = keys.raw_repr()
-    known = _usual.get(number)
-    if known is None:
-        rest = keys.remove(_HERE)
-        known = str(rest.highestPriorityTypeId()).removeprefix("DispatchKey.").startswith("Autograd")
-        _usual[number] = known
-    return known and forward_ad._current_level < 0 and not (_watching() and _without_values())
-
-
-def _without_values() -> bool:
-    """Whether a compiler or a tracer follows, or a trial: tensors have no values then."""
-    modes = map(torch._C._get_dispatch_stack_at, range(_watching()))
-    return any(type(m) is Trial for m in modes) or any(torch._C._get_dispatch_mode(k) is not None for k in _INFRA)
-
-
-_VIEWS = frozenset(f"aten.{n}" for n in ("view.default", "_unsafe_view.default", "expand.default"))
-"""Ops that run locally with the local shape for the global one, as the composite does by itself."""
-
-
-def _is_local(call: Call, decision: Decision) -> bool:
-    """Whether an op runs as it is on inputs as they are."""
-    rule, ins, outs = decision.rule, decision.inputs, decision.outputs
-    if decision.kernel is not None or any(a is not b for a, b in zip(call.inputs, ins, strict=True)):
-        return False
-    if op_name(call.op) in _VIEWS:
-        return True
-    ways = (rule.bind, rule.local, rule.localize)
-    return not any(way(ins, outs) for way in ways if way is not None)
-
-
-def _try(key: tuple[Any, ...], chain: Callable[..., Results], tensors: Sequence[Any]) -> Specs | None:
-    """The specs that a chain gives where all of it is local; remembered by `key`."""
-    specs = [None if t is None else t._spec for t in tensors]
-    if any(s is not None and type(s) is not Spec for s in specs):
-        return None  # a view that had to move data: its spec is of one tensor, not of a kind of tensors
-    first = tensors[0]
-    found = _tried(chain, specs, first._local_tensor.device)
-    if len(_plans) >= _MOST:
-        _plans.clear()
-    _plans[key] = found
-    return found
-
-
-def _tried(chain: Callable[..., Results], specs: Sequence[Spec | None], device: torch.device) -> Specs | None:
-    mesh = next(s for s in specs if s is not None).mesh
-    given = [s for s in specs if s is not None]
-    if mesh.coord is None or any(s.mesh is not mesh or s.dtype is not given[0].dtype for s in given):
-        return None
-    last = [k - 1 for k in mesh.shape]
-    if not given[0].dtype.is_floating_point or any(0 in s.local_shape_of(last) for s in given):
-        return None  # rules may do something else where a shard is empty, and all ranks must do alike
-    trial = Trial(mesh, device)
-    try:
-        with _disable_current_modes(), torch.no_grad():  # what a mode of the program looks at is the program alone
-            tensors = [None if s is None else trial.tensor(s, None) for s in specs]
-            with trial:
-                results = chain(*tensors)
-    except (GaveUp, RuntimeError, ValueError, IndexError):  # torch's own errors come again, op by op
-        return None
-    if any(step.factory for step in trial.steps) or not all(_is_local(*made) for made in trial.decisions):
-        return None
-    return tuple(None if r is None else r._spec for r in results)
-
-
-def _contiguous(spec: Spec) -> bool:
-    return tuple(spec.stride) == contiguous_stride(spec.shape)
-
-
 # ------------------------------------------------------------ linear
 def _linear_chain(x: Any, w: Any, b: Any) -> Results:
     """torch's own chain."""
-    if x.ndim not in (2, 3) or w.ndim != 2 or not (_contiguous(x._spec) and _contiguous(w._spec)):
+    if x.ndim not in (2, 3) or w.ndim != 2 or not (is_contiguous(x._spec) and is_contiguous(w._spec)):
         raise GaveUp("no chain that is known here")
-    return (_composite(aten.linear.default, x, w, b),)
-
-
-def _composite(op: hot.Op, *args: Any) -> Any:
-    """What torch makes of a composite, which the kernels below do not see."""
-    return op._op_dk(_KEY.CompositeImplicitAutograd, *args)
+    return (composite(aten.linear.default, x, w, b),)
 
 
 def _linear_grads_chain(x: Any, w: Any, g: Any, need_x: bool, need_w: bool, need_b: bool) -> Results:
@@ -199,10 +101,10 @@ class _Linear(torch.autograd.Function):
         D = _DTensor
         if type(g) is D and type(x) is D and type(w) is D and not _grad_enabled() and not _watching():
             key = (_Linear, x._spec, w._spec, g._spec, need_x, need_w, need_b)
-            specs = _plans.get(key, _UNSEEN)
-            if specs is _UNSEEN:
+            specs = plans.get(key, UNSEEN)
+            if specs is UNSEEN:
                 needs = {"need_x": need_x, "need_w": need_w, "need_b": need_b}
-                specs = _try(key, partial(_linear_grads_chain, **needs), (x, w, g))
+                specs = try_chain(key, partial(_linear_grads_chain, **needs), (x, w, g))
             if specs is not None:
                 dx, dw, db = specs
                 lx, lw, lg = x._local_tensor, w._local_tensor, g._local_tensor
@@ -222,7 +124,7 @@ class _Linear(torch.autograd.Function):
 def _linear_here(x: Any, w: Any, b: Any, spec: Spec) -> Any:
     """The result, in a wrapper of its own; op by op where a dispatch mode looks on."""
     if _watching():
-        got = _composite(aten.linear.default, x, w, b)
+        got = composite(aten.linear.default, x, w, b)
         return plain_wrapper(got._local_tensor, got._spec)
     lb = None if b is None else b._local_tensor
     return _new(_DTensor, _local_linear(x._local_tensor, w._local_tensor, lb), spec, requires_grad=False)
@@ -231,28 +133,72 @@ def _linear_here(x: Any, w: Any, b: Any, spec: Spec) -> Any:
 def _linear(keys: Any, x: Any, w: Any, b: Any = None) -> Any:
     """`aten::linear` above autograd, on at least one tensor of a Python class."""
     D = _DTensor
-    if type(x) is D and type(w) is D and (b is None or type(b) is D) and _is_usual(keys):
+    if type(x) is D and type(w) is D and (b is None or type(b) is D) and is_usual(keys):
         key = (x._spec, w._spec, b if b is None else b._spec)
-        specs = _plans.get(key, _UNSEEN)
-        if specs is _UNSEEN:
-            specs = _try(key, _linear_chain, (x, w, b))
+        specs = plans.get(key, UNSEEN)
+        if specs is UNSEEN:
+            specs = try_chain(key, _linear_chain, (x, w, b))
         if specs is not None:
             return _apply_linear(x, w, b, specs[0]) if _grad_enabled() else _linear_here(x, w, b, specs[0])
-    return _redispatch_linear(keys.remove(_HERE), x, w, b)
+    return _redispatch_linear(keys.remove(HERE), x, w, b)
 
 
 # ------------------------------------------------------------ matmul
 def _matmul_chain(x: Any, y: Any) -> Results:
-    """torch's own chain."""
-    if x.ndim < 3 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
+    """torch's own chain: as many matrices as matrices, or two, or rows of three dims by one matrix."""
+    alike = x.ndim == y.ndim and x.ndim >= 2 and x.shape[:-2] == y.shape[:-2]
+    if not alike and not (x.ndim == 3 and y.ndim == 2 and is_contiguous(x._spec)):
         raise GaveUp("no chain that is known here")
-    return (_composite(aten.matmul.default, x, y),)
+    return (composite(aten.matmul.default, x, y),)
+
+
+def _by_columns(spec: Spec) -> bool:
+    """Whether a matrix lies in memory column by column; autograd lets its gradient lie so."""
+    return spec.stride[0] == 1 and spec.stride[1] == spec.shape[0]
 
 
 def _matmul_grads_chain(x: Any, y: Any, g: Any, need_x: bool, need_y: bool) -> Results:
-    """The gradients of a product of as many matrices as matrices: products again."""
-    dx = _composite(aten.matmul.default, g, y.transpose(-2, -1)) if need_x else None
-    return dx, _composite(aten.matmul.default, x.transpose(-2, -1), g) if need_y else None
+    """The gradients of a product, as autograd has them of the ops that it is made of: products again."""
+    if y.ndim > 2:
+        dx = composite(aten.matmul.default, g, y.transpose(-2, -1)) if need_x else None
+        return dx, composite(aten.matmul.default, x.transpose(-2, -1), g) if need_y else None
+    shape = x.shape
+    x_columns, y_columns = x.ndim == 2 and _by_columns(x._spec), _by_columns(y._spec)
+    if x.ndim == 3:
+        rows = shape[0] * shape[1]
+        x, g = x.reshape(rows, shape[2]), g.reshape(rows, y.shape[1])
+    return _matrix_grads(x, y, g, shape, x_columns if need_x else None, y_columns if need_y else None)
+
+
+def _matrix_grads(x: Any, y: Any, g: Any, shape: Any, x_columns: bool | None, y_columns: bool | None) -> Results:
+    """The gradients of a product of two matrices, the first one in `shape`; None for those that are not needed."""
+    dx = dy = None
+    if x_columns is not None:
+        dx = torch.mm(y, g.t()).t() if x_columns else torch.mm(g, y.t())
+        dx = dx if len(shape) == 2 else dx.view(shape)
+    if y_columns is not None:
+        dy = torch.mm(g.t(), x).t() if y_columns else torch.mm(x.t(), g)
+    return dx, dy
+
+
+def _matmul_grads_here(x: Any, y: Any, g: Any, dx: Spec | None, dy: Spec | None) -> Results:
+    """The same on local tensors, in wrappers of these specs."""
+    D, lx, ly, lg = _DTensor, x._local_tensor, y._local_tensor, g._local_tensor
+    if ly.ndim > 2:
+        gx = None if dx is None else torch.matmul(lg, ly.transpose(-2, -1))
+        gy = None if dy is None else torch.matmul(lx.transpose(-2, -1), lg)
+    else:
+        shape = lx.shape
+        columns = len(shape) == 2 and _by_columns(x._spec), _by_columns(y._spec)
+        if len(shape) == 3:
+            rows = shape[0] * shape[1]
+            lx, lg = lx.reshape(rows, shape[2]), lg.reshape(rows, ly.shape[1])
+        needs = [None if s is None else c for s, c in zip((dx, dy), columns, strict=True)]
+        gx, gy = _matrix_grads(lx, ly, lg, shape, *needs)
+    return (
+        None if dx is None else _new(D, gx, dx, requires_grad=False),
+        None if dy is None else _new(D, gy, dy, requires_grad=False),
+    )
 
 
 class _Matmul(torch.autograd.Function):
@@ -271,43 +217,37 @@ class _Matmul(torch.autograd.Function):
         D = _DTensor
         if type(g) is D and type(x) is D and type(y) is D and not _grad_enabled() and not _watching():
             key = (_Matmul, x._spec, y._spec, g._spec, need_x, need_y)
-            specs = _plans.get(key, _UNSEEN)
-            if specs is _UNSEEN:
-                specs = _try(key, partial(_matmul_grads_chain, need_x=need_x, need_y=need_y), (x, y, g))
+            specs = plans.get(key, UNSEEN)
+            if specs is UNSEEN:
+                specs = try_chain(key, partial(_matmul_grads_chain, need_x=need_x, need_y=need_y), (x, y, g))
             if specs is not None:
-                dx, dy = specs
-                lx, ly, lg = x._local_tensor, y._local_tensor, g._local_tensor
-                return (
-                    None if dx is None else _new(D, torch.matmul(lg, ly.transpose(-2, -1)), dx, requires_grad=False),
-                    None if dy is None else _new(D, torch.matmul(lx.transpose(-2, -1), lg), dy, requires_grad=False),
-                    None,
-                )
+                return *_matmul_grads_here(x, y, g, *specs), None
         return *_matmul_grads_chain(x, y, g, need_x, need_y), None
 
 
 def _matmul_here(x: Any, y: Any, spec: Spec) -> Any:
     """The result, in a wrapper of its own; op by op where a dispatch mode looks on."""
     if _watching():
-        got = _composite(aten.matmul.default, x, y)
+        got = composite(aten.matmul.default, x, y)
         return plain_wrapper(got._local_tensor, got._spec)
-    return _new(_DTensor, _local_matmul(x._local_tensor, y._local_tensor), spec, requires_grad=False)
+    return _new(_DTensor, torch.matmul(x._local_tensor, y._local_tensor), spec, requires_grad=False)
 
 
 def _matmul(keys: Any, x: Any, y: Any) -> Any:
     """`aten::matmul` above autograd, on at least one tensor of a Python class."""
     D = _DTensor
-    if type(x) is D and type(y) is D and _is_usual(keys):
+    if type(x) is D and type(y) is D and is_usual(keys):
         key = (x._spec, y._spec)
-        specs = _plans.get(key, _UNSEEN)
-        if specs is _UNSEEN:
-            specs = _try(key, _matmul_chain, (x, y))
+        specs = plans.get(key, UNSEEN)
+        if specs is UNSEEN:
+            specs = try_chain(key, _matmul_chain, (x, y))
         if specs is not None:
             return _apply_matmul(x, y, specs[0]) if _grad_enabled() else _matmul_here(x, y, specs[0])
-    return _redispatch_matmul(keys.remove(_HERE), x, y)
+    return _redispatch_matmul(keys.remove(HERE), x, y)
 
 
 _redispatch_linear: Callable[..., Any] = aten.linear.default.redispatch
 _redispatch_matmul: Callable[..., Any] = aten.matmul.default.redispatch
-# `Function.apply` without its look at torch.func, which `_is_usual` has had.
+# `Function.apply` without its look at torch.func, which `is_usual` has had.
 _apply_linear: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
 _apply_matmul: Callable[..., Any] = super(torch.autograd.Function, _Matmul).apply

@@ -22,10 +22,10 @@ R, P = Replicate(), Partial()
 
 
 @pytest.fixture
-def op_by_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+def op_by_op() -> Iterator[Callable[[bool], None]]:
     """A switch: `op_by_op(True)` lets torch take products apart."""
-    usual = products._is_usual
-    yield lambda on: monkeypatch.setattr(products, "_is_usual", (lambda keys: False) if on else usual)
+    yield lambda on: products.see_whole(not on)
+    products.see_whole(True)
 
 
 def laid_out(full: torch.Tensor, mesh: Any, layout: Any) -> DTensor:
@@ -65,6 +65,10 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
     "linear of 2 dims and a bias": (F.linear, [(4, 6), (5, 6), (5,)]),
     "matmul of 4 dims": (torch.matmul, [(2, 4, 3, 5), (2, 4, 5, 6)]),
     "matmul of 3 dims": (torch.matmul, [(4, 5, 3), (4, 3, 2)]),
+    "matmul of 2 dims": (torch.matmul, [(4, 5), (5, 6)]),
+    "matmul of 2 dims, both transposed": (lambda x, y: x.t() @ y.t(), [(4, 5), (6, 4)]),
+    "matmul of 3 dims by 2": (torch.matmul, [(2, 4, 5), (5, 6)]),
+    "matmul of 3 dims by a transposed matrix": (lambda x, y: x @ y.t(), [(2, 4, 5), (6, 5)]),
 }
 
 
