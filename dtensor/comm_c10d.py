@@ -43,6 +43,13 @@ from dtensor.reductions import reduce_tensors
 __all__ = ["C10dCommunicator"]
 
 
+def _as(dtype: torch.dtype, sent: Sent, flat: torch.Tensor) -> Pending[torch.Tensor]:
+    """What was `sent` as elements of `flat`'s dtype, as those of `dtype`."""
+    if flat.dtype is dtype:
+        return Pending(finish=sent.wait)
+    return Pending(finish=lambda: unflat(sent.wait(), dtype, (-1,)))
+
+
 class C10dCommunicator(Communicator):
     """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order.
 
@@ -155,9 +162,9 @@ class C10dCommunicator(Communicator):
         if how.wire is None:
             received = self._all_to_all(parts, [tuple(shape)] * self.size, async_op)
             return Pending(finish=lambda: reduce_tensors(received.wait(), op))
-        encode, decode = how.encode, how.decode
+        wire, encode, decode = how.wire, how.encode, how.decode
         if encode is None and all(p.shape == shape for p in parts):
-            sent = sent_by.reduce_scatter(self, packed(self._by_group_rank(parts)), how.wire, async_op)
+            sent = sent_by.reduce_scatter(self, packed(self._by_group_rank(parts)), wire, async_op)
             if decode is None and own.dim() == 1:
                 return Pending(finish=sent.wait, raw=sent.lazy)
             return Pending(finish=lambda: shaped(sent.wait(), decode, shape))
@@ -167,7 +174,7 @@ class C10dCommunicator(Communicator):
         total = sum(f.numel() for f in flats)
         if eager(own) and padding_counts(self.size * most * own.itemsize, total * own.itemsize):
             return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape, async_op)
-        even = sent_by.reduce_scatter(self, spaced(self._by_group_rank(flats), most), how.wire, async_op)
+        even = sent_by.reduce_scatter(self, spaced(self._by_group_rank(flats), most), wire, async_op)
 
         def finish() -> torch.Tensor:
             return shaped(even.wait().narrow(0, 0, numel).view(wire_shape), decode, shape)
@@ -191,6 +198,35 @@ class C10dCommunicator(Communicator):
             return shaped((got / size if how.wire == "avg" else got).view(tuple(wire_shape)), decode, shape)
 
         return Pending(finish=finish)
+
+    def all_gather_flat(self, x: torch.Tensor, *, async_op: bool = False) -> Pending[torch.Tensor]:
+        """See `Communicator`: here without a detour by way of parts."""
+        if self._order is not None or self.size == 1 or x.device.type == "meta":
+            return super().all_gather_flat(x, async_op=async_op)
+        dtype, flat = x.dtype, flat_of(x.detach() if x.requires_grad else x)
+        direct = eager(x) and not sent_by.in_queue(x)
+        return _as(dtype, self._gather(flat) if direct else sent_by.all_gather(self, flat, async_op), flat)
+
+    def all_to_all_flat(
+        self, flat: torch.Tensor, leave: list[int], arrive: list[int], *, async_op: bool = False
+    ) -> Pending[torch.Tensor]:
+        """See `Communicator`: here without a detour by way of parts."""
+        if self._order is not None or self.size == 1 or flat.device.type == "meta":
+            return super().all_to_all_flat(flat, leave, arrive, async_op=async_op)
+        dtype, width = flat.dtype, items_of(flat.dtype)
+        if width > 1:
+            leave, arrive = [n * width for n in leave], [n * width for n in arrive]
+        flat = flat_of(flat.detach() if flat.requires_grad else flat)
+        return _as(dtype, sent_by.all_to_all(self, flat, arrive, leave, async_op), flat)
+
+    def reduce_scatter_flat(self, flat: torch.Tensor, op: str, *, async_op: bool = False) -> Pending[torch.Tensor]:
+        """See `Communicator`: here without a detour by way of parts, where the group reduces the dtype itself."""
+        how = reduction(op, flat.dtype, self.size, not self._nccl or flat.device.type == "cpu")
+        plain = how.wire is not None and how.encode is None and how.decode is None
+        if not plain or self._order is not None or self.size == 1 or flat.device.type == "meta":
+            return super().reduce_scatter_flat(flat, op, async_op=async_op)
+        sent = sent_by.reduce_scatter(self, flat.detach() if flat.requires_grad else flat, how.wire, async_op)
+        return Pending(finish=sent.wait, raw=sent.lazy)
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool

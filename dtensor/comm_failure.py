@@ -19,6 +19,7 @@ import linecache
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from dtensor.errors import CollectiveError
 
-__all__ = ["KEPT", "Place", "failed", "note", "recent", "users_line"]
+__all__ = ["KEPT", "Place", "failed", "note", "recent", "users_line", "watchers"]
 
 KEPT = 32
 """Collectives that are remembered."""
@@ -48,9 +49,17 @@ class Place(Protocol):
     size: int
 
 
+watchers: list[Callable[[str], None]] = []
+"""Called with the text of every collective that is issued, and its line; see `dtensor.debug.watch`."""
+
+
 def note(place: Place, kind: str, x: torch.Tensor) -> None:
     """Remember that a collective is issued."""
     recent.append((place, kind, x.shape, x.dtype))
+    if watchers:
+        text = f"{_text(place, kind, x.shape, x.dtype)}, from {users_line()}"
+        for watcher in tuple(watchers):
+            watcher(text)
 
 
 def failed(place: Place, kind: str, x: torch.Tensor, error: RuntimeError) -> RuntimeError:

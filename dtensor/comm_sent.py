@@ -15,6 +15,7 @@ error is raised again as a `CollectiveError` (`dtensor.comm_failure`), which say
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,9 +37,13 @@ _NATIVE = {
 }  # fmt: skip
 
 
+BLOCKING = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", os.environ.get("NCCL_BLOCKING_WAIT", "0")) == "1"
+"""Waiting takes the host, until a timeout: then every collective is waited for, so that its error is raised here."""
+
+
 def in_queue(x: torch.Tensor) -> bool:
     """True where work on `x` is queued on a stream of its device, so that a collective can be queued there too."""
-    return x.device.type != "cpu" and eager(x)
+    return x.device.type != "cpu" and not BLOCKING and eager(x)
 
 
 class Sent:

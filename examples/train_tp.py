@@ -386,7 +386,9 @@ def main(argv: list[str]) -> int:
     if launched:
         if job.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+            dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        else:
+            dist.init_process_group("gloo")
 
     torch.set_num_threads(1)
     run = under_torchrun if launched else in_processes

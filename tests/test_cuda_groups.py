@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, init_device_mesh, mesh_arguments, process_groups
+from dtensor.debug import watch_collectives
 from dtensor.errors import CollectiveError
 
 
@@ -214,10 +215,51 @@ def missing(rank: int, world: int) -> str:
         late = local.redistribute(mesh, [layout], async_op=True).to_local()
         text = told(lambda late=late: late + 1)
         assert "for: redistribute f32[4,6]{P:tp} ->" in text and "late + 1" in text, text
-    text = told(lambda: meshes[3].comm().broadcast(torch.ones(3, dtype=torch.int64)))
+    reports: list[str] = []
+    with watch_collectives(0.4, reports.append):
+        text = told(lambda: meshes[3].comm().broadcast(torch.ones(3, dtype=torch.int64)))
+    assert len(reports) == 1 and "rank 0: no collective has ended for 0.4 s" in reports[0], reports
+    assert "broadcast over axis 'tp' of the mesh (tp=2), ranks (0, 1) of int64[3], from" in reports[0], reports
     assert "broadcast over axis 'tp'" in text and "int64[3]" in text and "for:" not in text, text
     dist.barrier()
     return text
+
+
+def test_the_watch_looks_at_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device: what an event on its stream has passed is done; what it has not is named, the oldest first."""
+    from dtensor.debug.watch import _Watch
+
+    reached: list[bool] = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            assert stream == "default of 0"
+            self.at = len(reached)
+            reached.append(False)
+
+        def query(self) -> bool:
+            return reached[self.at]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    told: list[str] = []
+    watch = _Watch(0.2, told.append)
+    watch._look()
+    assert not reached, "nothing was issued"
+    for name in "abc":
+        watch.issued(name)
+    watch._look()
+    watch.issued("d")
+    reached[0] = True
+    watch._look()
+    assert watch.passed == 3 and len(reached) == 2
+    watch.thread.start()
+    watch.thread.join(5)
+    assert told == ["no collective has ended for 0.2 s; the first that may not have:\n  d"]
+    with pytest.raises(ValueError, match="positive"), watch_collectives(0):
+        pass
 
 
 @pytest.mark.processes
