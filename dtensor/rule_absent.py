@@ -99,6 +99,8 @@ def _shown(a: Any) -> str:
 def how_to_register(info: OpInfo, call: Call) -> str:
     """The call that registers a rule: as it stands it says that nothing may be cut, which is always right."""
     name = info.name.rpartition(".")[0]
+    if info.name.startswith(("c10d.", "_c10d_functional.")):
+        return "collectives take this process's tensors: x.to_local(); or use x.redistribute or x.full_tensor()"
     if not call.outputs or any("." in n for n in call.names):
         return f"dtensor.experimental.register_sharding(torch.ops.{info.name})(f): f lists what may be sharded how"
     letters = iter("abcdefghijklmnopqrstuvwxyz" * 8)
