@@ -162,7 +162,8 @@ class C10dCommunicator(Communicator):
         if how.wire is None:
             received = self._all_to_all(parts, [tuple(shape)] * self.size, async_op)
             return Pending(finish=lambda: reduce_tensors(received.wait(), op))
-        wire, encode, decode = how.wire, how.encode, how.decode
+        wire: str = how.wire
+        encode, decode = how.encode, how.decode
         if encode is None and all(p.shape == shape for p in parts):
             sent = sent_by.reduce_scatter(self, packed(self._by_group_rank(parts)), wire, async_op)
             if decode is None and own.dim() == 1:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -102,10 +102,11 @@ def _parent(default: dist.ProcessGroup, backend: str) -> object:
 
 def _split(parent: object, color: int) -> object:
     """Options for a communicator split off `parent` by the ranks that give the same `color`, which is positive."""
-    options = c10d.ProcessGroupNCCL.Options()
+    options: Any = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = False
     options.split_from, options.split_color = parent, color
-    return options
+    made: object = options
+    return made
 
 
 def _device(backend: str, device_type: str) -> torch.device | None:

@@ -79,7 +79,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         if not torch.cuda.is_available():  # tensors without values, as of a machine that is not here
             return torch.default_generator
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
     raise NotImplementedError(f"random numbers on device type {device.type!r} are not supported; use cpu or cuda")
 
