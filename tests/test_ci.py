@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,3 +155,33 @@ def test_a_trigger_that_strangers_control_is_a_fault() -> None:
     workflow = parsed(ROOT / ".github" / "workflows" / "ci.yml")
     workflow[True] = {"pull_request_target": None}
     assert faults(workflow) == ["started by what strangers control"]
+
+
+def said(*arguments: str) -> list[str]:
+    """What make would run."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "TORCH", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(["make", "-n", *arguments], capture_output=True, text=True, check=True, cwd=ROOT, env=env)
+    return [line for line in done.stdout.splitlines() if not line.startswith("make")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder", "torch"),
+    [
+        ((), ".venv", "==2.13.0"),
+        (("TORCH=2.13.0", "PYTHON=python3"), ".venv", "==2.13.0"),
+        (("PYTHON=python3.12",), ".venv-python3.12", "==2.13.0"),
+        (("PYTHON=python3.12", "TORCH=2.11.0"), ".venv-python3.12-torch2.11.0", "==2.11.0"),
+        (("TORCH=newest",), ".venv-torchnewest", ">=2.13.0"),
+    ],
+)
+def test_each_python_and_torch_has_a_folder_of_its_own(arguments: tuple[str, ...], folder: str, torch: str) -> None:
+    pins = "-c " + f"{folder}/constraints.txt"
+    lines = said("-W", "pyproject.toml", "suite", *arguments)
+    assert f'{folder}/bin/python -m pip install --quiet "torch{torch}" {pins}' in lines
+    assert f"{folder}/bin/python -m pip install --quiet {pins} -e '.[dev,plot]'" in lines
+    assert lines[-1].startswith(f"{folder}/bin/python -m pytest ")
+
+
+def test_with_what_is_there_nothing_is_installed() -> None:
+    lines = [line for target in ("test-gpu", "bench-gpu") for line in said(target, "TORCH=system", "PYTHON=python9")]
+    assert [line.split()[:2] for line in lines] == [["python9", "tests/gpu/run.py"], ["python9", "benchmarks/gpu.py"]]
