@@ -20,6 +20,7 @@ ALONE = {
     "case_adafactor": "pow_ in place on a pending norm",
     "case_optimizers_fused_more": "no strategy for _fused_sgd_",
     "case_ddp_over_tp_with_a_group_alone": "mixed torch.Tensor and DTensor in the constructor of DDP",
+    "case_ddp_over_tp_with_buffers": "mixed torch.Tensor and DTensor in the constructor of DDP",
     "case_ddp_over_all_processes_is_refused": "another error: mixed torch.Tensor and DTensor",
     "case_compile_inductor": "it runs; it is left out for its time",
     "case_compile_ddp_over_tp": "unhashable type: non-nested SymInt",
@@ -39,7 +40,8 @@ TOLERANCE = {
             "case_over_tp", "case_replicate_shard_and_tp", "case_clipping", "case_ddp_over_tp_with_a_mesh",
             "case_ddp_over_tp_with_a_group", "case_ddp_over_tp_with_checkpointing", "case_activation_checkpointing",
             "case_activation_checkpointing_and_fsdp", "case_compile_aot_eager", "case_pipeline_gpipe",
-            "case_pipeline_1f1b", "case_full_state", "case_parts_of_the_state", "case_plain_state_dicts",
+            "case_pipeline_1f1b", "case_full_state", "case_optimizer_in_backward", "case_parts_of_the_state",
+            "case_plain_state_dicts",
             "case_saving_in_the_background", "case_to_one_file_and_back",
         ),
         ROUNDING,
@@ -64,6 +66,7 @@ TWO = {
     "gradient_division mixed_precision_all_low replicate the_older_fsdp",
     "checkpoints": "parts_of_the_state plain_state_dicts saving_in_the_background to_one_file_and_back full_state",
     "training": "optimizers_in_a_loop optimizers_foreach rprop muon adafactor averaged_model autocast compile_inductor "
+    "optimizer_in_backward "
     "compile_aot_eager compile_ddp_over_tp clipping_that_is_not_finite a_module_distributed_whole pipeline_1f1b",
 }
 """Cases to which four processes would add time and nothing else."""

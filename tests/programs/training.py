@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from common import batches, close, full, made, numbers, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -237,6 +238,65 @@ def case_ddp_over_all_processes_is_refused(world):
     else:
         raise AssertionError("no error")
     return []
+
+
+class Shared(nn.Module):
+    """A weight that two layers share, buffers of which one is cut, a layer that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.also, self.down = nn.Linear(10, 12), nn.Linear(10, 12), nn.Linear(12, 10)
+        self.also.weight, self.unused = self.up.weight, nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(12))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.down(torch.relu(self.up(x)) * self.scale + self.also(x))
+
+
+def case_ddp_over_tp_with_buffers(world):
+    """Two batches to a step, the first without a reduction; a call that fails leaves the model as it was."""
+    mesh = grid(world // 2, 2)
+    model, plain = Shared().double(), Shared().double()
+    wide = ColwiseParallel(use_local_output=False)
+    parallelize_module(model, mesh["tp"], {"up": wide, "also": wide, "down": RowwiseParallel()})
+    model.scale = distribute_tensor(model.scale, mesh["tp"], [Shard(0)])
+    distribute_module(model.unused, mesh["tp"])
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"], find_unused_parameters=True)
+    try:
+        model(torch.ones(3, 7, dtype=torch.float64))
+    except Exception:
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    else:
+        raise AssertionError("no error")
+    data = batches(4, 2 * world)
+    part = data.chunk(world // 2, 1)[mesh.get_local_rank("dp")]
+    ours, its = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    for i in range(0, 4, 2):
+        with model.no_sync():
+            model(part[i]).pow(2).mean().backward()
+        model(part[i + 1]).pow(2).mean().backward()
+        for x in data[i : i + 2]:
+            plain(x).pow(2).mean().backward()
+        for o in (ours, its):
+            o.step()
+            o.zero_grad()
+    close([model(part[0]).detach()], [plain(part[0]).detach()])
+    assert model.module.calls.item() == 6 and model.module.also.weight is model.module.up.weight
+    return [model(part[0]).detach()]
+
+
+def case_optimizer_in_backward(world):
+    """Each parameter is stepped as soon as its gradient is there."""
+    model, plain = parallel(init_device_mesh("cpu", (world,))), made()
+    for m in (model, plain):
+        _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1})
+        for x in batches(2, 4):
+            m(x).pow(2).mean().backward()
+    close(numbers(model), numbers(plain))
+    return numbers(model)
 
 
 class Block(nn.Module):
