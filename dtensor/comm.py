@@ -304,6 +304,25 @@ class Communicator(ABC):
         pending = self._scatter(given, like, src, shapes, async_op)
         return pending if async_op else pending.wait()
 
+    def all_gather_flat(self, x: torch.Tensor, *, async_op: bool = False) -> Pending[torch.Tensor]:
+        """Every position's `x`, which have one shape, one after the other: a 1-D tensor."""
+        return _one_after_the_other(self.all_gather(x, [x.shape] * self.size, async_op=async_op))
+
+    def all_to_all_flat(
+        self, flat: torch.Tensor, leave: list[int], arrive: list[int], *, async_op: bool = False
+    ) -> Pending[torch.Tensor]:
+        """Send the next `leave[i]` elements of `flat` (1-D, contiguous) to position i; `arrive[i]` come from there.
+
+        What arrives is one 1-D tensor, in order.
+        """
+        parts, shapes = list(torch.split(flat, leave)), [(n,) for n in arrive]
+        return _one_after_the_other(self.all_to_all(parts, shapes, async_op=async_op))
+
+    def reduce_scatter_flat(self, flat: torch.Tensor, op: str, *, async_op: bool = False) -> Pending[torch.Tensor]:
+        """The reduction of this position's part of `flat`: 1-D, contiguous, as many parts of one size as positions."""
+        got = self.reduce_scatter(list(torch.split(flat, [flat.numel() // self.size] * self.size)), op, async_op=async_op)
+        return got if isinstance(got, Pending) else Pending(got)
+
     @abstractmethod
     def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]: ...
 
@@ -384,6 +403,11 @@ def received(kind: str, size: int, own: int, shapes: Sequence[Shape] | int) -> i
     if kind == "all_reduce":
         return 2 * shapes * (size - 1) // size
     return shapes
+
+
+def _one_after_the_other(got: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[torch.Tensor]:
+    join = lambda parts: torch.cat([p.reshape(-1) for p in parts])  # noqa: E731
+    return Pending(finish=lambda: join(got.wait())) if isinstance(got, Pending) else Pending(join(got))
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtensor.comm_wire import packed
 from dtensor.reshard_geometry import Region, Runs, region_shape, region_size
 
 __all__ = ["Embed", "Join", "Take"]
@@ -35,6 +36,17 @@ def _side_by_side(regions: Sequence[Region], shape: Sequence[int]) -> int | None
             return None
         at += sum(n for _, n in region[dim])
     return dim if at == shape[dim] else None
+
+
+def _even(
+    dim: int | None, shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Parts of one shape side by side along `dim`: the whole seen with that dim as two, and the order by parts."""
+    if dim is None or len({*shapes}) != 1:
+        return None
+    shape = shapes[0]
+    split = (*shape[:dim], len(shapes), *shape[dim:])
+    return split, (dim, *[d for d in range(len(split)) if d != dim])
 
 
 class _Index:
@@ -98,7 +110,7 @@ class Take:
     Where all are new memory they follow each other in one buffer, ready to be sent.
     """
 
-    __slots__ = ("_blocks", "_dim", "_each", "_in_order", "_shapes", "_sizes")
+    __slots__ = ("_blocks", "_dim", "_each", "_even", "_in_order", "_shapes", "_sizes")
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
         self._dim = _side_by_side(regions, shape)
@@ -111,6 +123,7 @@ class Take:
             self._each = [_TakeOne(region, shape) for region in regions]
         self._shapes = [region_shape(region) for region in regions]
         self._blocks = [_blocks(region) for region in regions] if len(regions) > 1 and self.copies else []
+        self._even = _even(self._dim, [*map(tuple, self._shapes)])
 
     @property
     def in_order(self) -> bool:
@@ -126,6 +139,24 @@ class Take:
     def copies_some(self) -> bool:
         """True where a part is new memory."""
         return any(one.copies for one in self._each)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each part."""
+        return [math.prod(shape) for shape in self._shapes]
+
+    def flat(self, x: torch.Tensor, private: bool = False) -> torch.Tensor:
+        """The parts, one after the other, in one contiguous 1-D tensor: a view where they lie so already.
+
+        With `private` it is new memory in any case.
+        """
+        if self._in_order:
+            return (x.clone(memory_format=torch.contiguous_format) if private else x.contiguous()).view(-1)
+        if self._even is not None:
+            split, order = self._even
+            parts = x.view(split).permute(order)
+            return (parts.clone(memory_format=torch.contiguous_format) if private else parts.contiguous()).view(-1)
+        return packed(self(x.clone(memory_format=torch.contiguous_format) if private else x))
 
     def __call__(self, x: torch.Tensor, apart: int = -1) -> list[torch.Tensor]:
         """The parts; the one numbered `apart` is in no buffer with others."""
@@ -151,7 +182,7 @@ class Join:
     each other in one buffer are the result as they lie.
     """
 
-    __slots__ = ("_blocks", "_dim", "_order", "_shape", "in_order", "single")
+    __slots__ = ("_blocks", "_dim", "_even", "_order", "_shape", "_shapes", "_sizes", "in_order", "single")
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
         self._shape = tuple(shape)
@@ -162,6 +193,14 @@ class Join:
         self.in_order = (
             self._dim is not None and self._order == sorted(self._order) and all(n == 1 for n in shape[: self._dim])
         )
+        self._shapes = [region_shape(region) for region in regions]
+        self._sizes = [*map(math.prod, self._shapes)]
+        self._even: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        if self._order == list(range(len(regions))):
+            even = _even(self._dim, self._shapes)
+            if even is not None and self._dim is not None:
+                split, order = even
+                self._even = tuple([split[d] for d in order]), tuple([order.index(d) for d in range(len(order))])
         self._blocks: list[tuple[int, list[_Block]]] = []
         if self._dim is None and self.single is None:
             self._blocks = [(i, _blocks(regions[i])) for i in filled]
@@ -178,6 +217,16 @@ class Join:
             for block in blocks:
                 block.put(out, parts[i])
         return out
+
+
+    def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        """As called with the parts, which are given one after the other in a 1-D tensor that nobody else uses."""
+        if self.in_order or self.single is not None:
+            return flat.view(self._shape)
+        if self._even is not None:
+            split, order = self._even
+            return flat.view(split).permute(order).reshape(self._shape)
+        return self([part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes)])
 
 
 class Embed:

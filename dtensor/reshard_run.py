@@ -252,9 +252,13 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
     take = Take([common(have, want)[0] for want in wants], region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
+    even = len({*take.sizes}) == 1
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
-        return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
+        if not even:
+            return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
+        pending = comm.reduce_scatter_flat(take.flat(x, async_op), op, async_op=async_op)
+        return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
 
     return _in_wire(run, step, shape)
 
@@ -267,8 +271,10 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     regions = [common(part, want)[1] for part in parts]
     shapes, out_shape = [region_shape(part) for part in parts], region_shape(want)
     join, boxes = Join(regions, out_shape), Take(regions, out_shape)
-    together = join.in_order and len({*shapes}) == 1
-    straight = not together and join.single is None and not boxes.copies_some
+    alike = len({*shapes}) == 1
+    straight = not (alike and join.in_order) and join.single is None and not boxes.copies_some
+    if alike and not straight:
+        return _gather_alike(comm, join, out_shape)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         out = x.new_empty(out_shape) if straight else None
@@ -278,6 +284,18 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
             pending = _pending_parts(comm.all_gather(_private(x, True), shapes, into=into, async_op=True))
             return unwaited(lambda: finish(pending.wait()), x, out_shape)
         return finish(comm.all_gather(x, shapes, into=into))
+
+    return run
+
+
+def _gather_alike(comm: Communicator, join: Join, out_shape: tuple[int, ...]) -> Run:
+    """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if not async_op:
+            return join.of_flat(comm.all_gather_flat(x).wait())
+        pending = comm.all_gather_flat(_private(x, True), async_op=True)
+        return unwaited(lambda: join.of_flat(pending.wait()), x, out_shape)
 
     return run
 
@@ -344,14 +362,13 @@ def _exchange_all(
 ) -> Run:
     """All parts go through the collective."""
 
+    leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
+
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        x = _private(x, async_op)
-        if take.in_order:
-            x = x.contiguous()
+        pending = comm.all_to_all_flat(take.flat(x, async_op), leave, arrive, async_op=async_op)
         if async_op:
-            pending = _pending_parts(comm.all_to_all(take(x), shapes, async_op=True))
-            return unwaited(lambda: join(pending.wait()), x, out_shape)
-        return join(comm.all_to_all(take(x), shapes))
+            return unwaited(lambda: join.of_flat(pending.wait()), x, out_shape)
+        return join.of_flat(pending.wait())
 
     return run
 
