@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dtensor import moved as moved_views
 from dtensor import random as rng
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
@@ -238,12 +239,13 @@ class Plan:
         outside = call.inputs[0].mesh.coord is None
         simple = not (self.moves or self.overrides or self.kernel or self.written or self.seed or outside)
         # What was moved or made otherwise than by the op may lie in memory in another order than the spec says.
-        self.reorder = bool(self.moves or (not info.is_view and (self.kernel or bound)))
+        own_order = bound is None or getattr(bound, "in_order", False)
+        self.reorder = bool(self.moves or (not info.is_view and (self.kernel or not own_order)))
         simple = simple and not self.reorder
         if outside:
             self.execute = self._outside
         elif simple and structure == "one":
-            self.execute = _simple_one(self.run, outs[0])
+            self.execute = (_simple_view if info.is_view else _simple_one)(self.run, outs[0])
         elif simple and structure != "none":
             self.execute = _simple_many(self.run, outs, list if structure == "list" else tuple)
         elif self.inplace and not (self.moves or self.overrides or self.kernel or self.seed) and structure == "one":
@@ -251,7 +253,8 @@ class Plan:
         else:
             self.execute = self._general(structure)
         if info.is_view:
-            self.execute = _as_base(self.execute)
+            if not (simple and structure == "one"):
+                self.execute = _as_base(self.execute)
         elif any(s is not None and s.dtype.is_complex for s in (*decision.inputs, *outs)):
             self.execute = _with_lazy_values(self.execute)
 
@@ -358,6 +361,19 @@ def _simple_one(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any
     return execute
 
 
+def _simple_view(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any]:
+    """`_as_base` of `_simple_one`, in one call."""
+    new, D, inference = _new, _DTensor, torch.is_inference_mode_enabled
+
+    def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        if inference() and not args[0].is_inference():
+            with torch.inference_mode(False):
+                return new(D, run(*local, **named), spec, requires_grad=False)
+        return new(D, run(*local, **named) if named else run(*local), spec, requires_grad=False)
+
+    return execute
+
+
 def _as_base(execute: Callable[..., Any]) -> Callable[..., Any]:
     """In inference mode a view of an ordinary tensor is an ordinary tensor, as in torch."""
     inference = torch.is_inference_mode_enabled
@@ -403,7 +419,8 @@ def _simple_many(run: Callable[..., Any], specs: Sequence[Spec | None], kind: ty
 def _simple_inplace(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         run(*local, **named)
-        note_written(args, written)
+        if moved_views._alive:
+            note_written(args, written)
         return args[0]
 
     return execute

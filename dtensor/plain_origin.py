@@ -43,6 +43,7 @@ Place = tuple[int | str, int | None]
 
 _HOME = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_KERNELS = str(Path(__file__).parent / "products.py")
 _HANDLER = "__torch_dispatch__"
 _WRAPPERS = (f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py")
 """What torch puts around the handlers of its own modes."""
@@ -53,13 +54,13 @@ _COPIES = 2 if sys.version_info < (3, 13) else 1
 def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> bool:
     """Whether the plain tensor at `place` of a call was made by torch itself. No caller may hold it in a variable."""
     (fresh, base_fresh), (held, base_held) = _counts()
-    inside, modes, torchs = _frames(sys._getframe(1))
+    inside, kernels, modes, torchs = _frames(sys._getframe(1))
     call = held - fresh if torchs else 0
     t = value_at(args, kwargs, place)
     if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
         return False
     known = _variables(inside, t) + _variables(torchs, t) + _by_modes(modes, t)  # first, as looking leaves references
-    known += _kept_by_calls() * sum(_given(frame, t) for frame in torchs)
+    known += _kept_by_calls() * sum(_given(frame, t) for frame in torchs) + _by_kernels(kernels, t)
     unknown = sys.getrefcount(t) - fresh - known - call
     if _passed(torchs, t) or (unknown > 0 and unknown > _packed(torchs, t)):
         return False
@@ -76,7 +77,7 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
 
 def called_by_autograd() -> bool:
     """Whether the call comes from a formula of autograd in C++, not from a function's backward in Python."""
-    _, _, torchs = _frames(sys._getframe(1))
+    _, _, _, torchs = _frames(sys._getframe(1))
     if torchs:
         return torchs[0].f_code.co_name == "_engine_run_backward"
     frame: FrameType | None = sys._getframe(1)
@@ -155,13 +156,21 @@ def _by_modes(frames: Sequence[FrameType], t: torch.Tensor) -> int:
     return len(boxes) + redispatched + _variables(frames, t)
 
 
-def _frames(frame: FrameType | None) -> tuple[list[FrameType], list[FrameType], list[FrameType]]:
-    """This package's frames down to dispatch, those of dispatch modes, those of torch's Python code that called."""
-    inside, rest = list[FrameType](), list[FrameType]()
+def _by_kernels(frames: Sequence[FrameType], t: torch.Tensor) -> int:
+    """References to `t` from kernels that see a composite whole and let torch take it apart (`dtensor.products`)."""
+    found = [n for frame in frames if (n := sum(x is t for x in frame.f_locals.values()))]
+    return sum(_kernel_adds() + (_COPIES - 1) * n for n in found)
+
+
+def _frames(frame: FrameType | None) -> tuple[list[FrameType], list[FrameType], list[FrameType], list[FrameType]]:
+    """This package's frames down to dispatch, its kernels', those of modes, of torch's Python code that called."""
+    inside, kernels, rest = list[FrameType](), list[FrameType](), list[FrameType]()
     while frame is not None and (not inside or inside[-1].f_code.co_name != _HANDLER):
         inside.append(frame)
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename.startswith(_HOME):
+        if frame.f_code.co_filename == _KERNELS:
+            kernels.append(frame)
         frame = frame.f_back
     while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == _HANDLER):
         rest.append(frame)
@@ -169,7 +178,7 @@ def _frames(frame: FrameType | None) -> tuple[list[FrameType], list[FrameType], 
     last = max((i for i, f in enumerate(rest) if f.f_code.co_name == _HANDLER), default=-1)
     while 0 <= last < len(rest) - 1 and rest[last + 1].f_code.co_filename.startswith(_WRAPPERS):
         last += 1
-    return inside, rest[: last + 1], rest[last + 1 :]
+    return inside, kernels, rest[: last + 1], rest[last + 1 :]
 
 
 # ------------------------------------------------------------ what the counts are
@@ -198,6 +207,26 @@ def _counts() -> tuple[tuple[int, int], tuple[int, int]]:
     thread.start()
     thread.join()
     return found[0]
+
+
+@cache
+def _kernel_adds() -> int:
+    """References that a kernel of `dtensor.products` adds to an argument; asked for where one is on the stack."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(_measure_kernel()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _measure_kernel() -> int:
+    probe: Any = torch.Tensor._make_wrapper_subclass(_Probe, (1, 1))
+    probe.counts = []
+    t = torch.ones(1, 1)
+    torch.mm(probe, t)
+    torch.matmul(probe, t)
+    direct, by_kernel = probe.counts
+    return int(by_kernel - direct)
 
 
 def _measure() -> tuple[tuple[int, int], tuple[int, int]]:

@@ -246,8 +246,9 @@ def _matmul(keys: Any, x: Any, y: Any) -> Any:
     return _redispatch_matmul(keys.remove(HERE), x, y)
 
 
-_redispatch_linear: Callable[..., Any] = aten.linear.default.redispatch
-_redispatch_matmul: Callable[..., Any] = aten.matmul.default.redispatch
+# Without a frame of torch's, which would look like a caller to `dtensor.plain_origin`.
+_redispatch_linear: Callable[..., Any] = aten.linear.default._handle.redispatch_boxed
+_redispatch_matmul: Callable[..., Any] = aten.matmul.default._handle.redispatch_boxed
 # `Function.apply` without its look at torch.func, which `is_usual` has had.
 _apply_linear: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
 _apply_matmul: Callable[..., Any] = super(torch.autograd.Function, _Matmul).apply

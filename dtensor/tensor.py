@@ -27,7 +27,7 @@ from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_run import known_move, redistribute_local, remember_move
+from dtensor.reshard_run import Move, known_move, redistribute_local, remember_move
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.strides import dense, in_order, stride_like
 
@@ -200,12 +200,14 @@ class DTensor(torch.Tensor):
         """
         if _compiling() and (device_mesh is None or isinstance(device_mesh, DeviceMesh)):
             return _compiled.redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
-        grad = torch.is_grad_enabled() and self.requires_grad
-        if device_mesh is None and placements and not grad and not async_op and forward_dtype is None:
+        grad = torch.is_grad_enabled() and _get_requires_grad(self)
+        if device_mesh is None and placements and not async_op and forward_dtype is None:
             move = known_move(self._spec, placements, self._local_tensor)
-            if move is not None:
+            if move is not None and not grad:
                 moved = move.run(self._local_tensor, False)
                 return cast(DTensor, new(DTensor, moved, move.target, requires_grad=False))
+            if move is not None and backward_dtype is None and not _transformed():
+                return cast(DTensor, _apply_move(self, move))
         own = self._spec.mesh
         mesh = own if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
@@ -219,7 +221,10 @@ class DTensor(torch.Tensor):
                     "a pending reduction cannot be asked for; use Replicate() or Shard(dim)"
                 )
         if grad:
-            return cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype, mesh))
+            made = cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype, mesh))
+            if device_mesh is None and forward_dtype is None and not async_op:
+                remember_move(self._spec, placements, made._spec)
+            return made
         result = _redistribute(self, placed, async_op, forward_dtype, mesh)
         if device_mesh is None and forward_dtype is None:
             remember_move(self._spec, placements, result._spec)
@@ -529,6 +534,31 @@ class _Redistribute(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
+class _KnownMove(torch.autograd.Function):
+    """`_Redistribute` on the tensor's own mesh, where it was made before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, move: Move) -> DTensor:
+        ctx.spec = x._spec
+        return cast(DTensor, new(DTensor, move.run(x._local_tensor, False), move.target, requires_grad=False))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        spec: Spec = ctx.spec
+        target = _whole(spec.placements)
+        own = grad._spec
+        if (own.mesh is not spec.mesh and own.mesh != spec.mesh) or own.placements != target:
+            grad = _internal(grad, target, spec.mesh)
+        if grad.dtype is not spec.dtype:
+            grad = cast(DTensor, grad.to(spec.dtype))
+        return grad, None
+
+
+# `Function.apply` without its look at torch.func, which is asked before.
+_apply_move: Callable[..., Any] = super(torch.autograd.Function, _KnownMove).apply
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
 def _internal(x: DTensor, placed: tuple[Placement, ...], mesh: DeviceMesh | None = None) -> DTensor:
     """Redistribute to any layout, Partial included; differentiable."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -545,6 +575,8 @@ def _watch(leaf: DTensor) -> None:
     def hook(grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # an op without a derivative there, such as a norm of order 0
             return None
+        if type(grad) is DTensor and grad._spec is spec:
+            return grad
         if type(grad) is not DTensor or grad._spec.mesh != spec.mesh or grad.ndim != spec.ndim:
             return _zeros_on(spec, grad) if type(grad) is torch.Tensor and _all_zero(grad) else grad
         own, got = spec.placements, grad._spec.placements

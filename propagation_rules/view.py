@@ -17,7 +17,7 @@ import torch
 
 from dtensor.factors import Rule, linear, passes
 from dtensor.registry import Call, register
-from dtensor.spec import Spec
+from dtensor.spec import Spec, contiguous_stride
 from propagation_rules.labelled import every_dim, labelled, local_size
 from propagation_rules.refinement import common_factors
 
@@ -42,18 +42,26 @@ def _bind_reshape(call: Call) -> Callable[[Sequence[Spec], Sequence[Spec | None]
     Global and local strides may differ in order, for instance after a transposed tensor was gathered.
     """
     op = call.op._op if "stride" not in call.arguments else VIEW
+    is_view = call.op._schema.returns[0].alias_info is not None
 
     def bind(_: Sequence[Spec], outs: Sequence[Spec | None]) -> Local | None:
         out = outs[0]
         size = [] if out is None else list(out.local_shape)
 
-        def run(x: torch.Tensor, *_: object, **__: object) -> object:
+        def run(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
             try:
                 return op(x, size)
             except RuntimeError:
                 return x.reshape(size)
 
-        return run
+        def by_rows(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            got = run(x)
+            return got if got.is_contiguous() else got.contiguous()
+
+        if out is None or is_view or tuple(out.stride) != contiguous_stride(out.shape):
+            return run
+        by_rows.in_order = True  # type: ignore[attr-defined]  # as the spec says, so that dispatch need not look
+        return by_rows
 
     return bind
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import dtensor
+import dtensor.errors
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, products, simulate
 from dtensor import tensor as tensor_module
 from dtensor.comm import observers
@@ -279,6 +280,29 @@ def test_errors_are_those_of_the_chain(op_by_op: Callable[[bool], None]) -> None
     whole = simulate(2)(program)
     op_by_op(True)
     assert whole == simulate(2)(program)
+
+
+def test_plain_tensors_are_told_apart_as_ever() -> None:
+    """The kernels stand between the call and dispatch, and hold what they hand on."""
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.randn(3, 2, 4), mesh, [R])
+        w, layer = torch.randn(4, 4), torch.nn.Linear(4, 4)
+        cell = dtensor.distribute_module(torch.nn.GRU(4, 4), mesh)
+        assert cell(x)[0].shape == (3, 2, 4)  # whose first state torch makes, plain
+        calls = (
+            lambda: F.linear(x, w),
+            lambda: F.linear(x, torch.ones(4, 4)),
+            lambda: x @ w.t(),
+            lambda: x @ torch.ones(4, 4),
+            lambda: layer(x),
+        )
+        for call in calls:
+            with pytest.raises(dtensor.errors.MixedTensorError):
+                call()
+
+    simulate(2)(program)
 
 
 def test_lowered_and_compiled() -> None:
