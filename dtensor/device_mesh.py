@@ -22,7 +22,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dtensor.mesh_arguments import as_names, as_ranks, choose_device, normalise_override, start_world
+from dtensor.mesh_arguments import (
+    as_names,
+    as_ranks,
+    backward_on_this_thread,
+    choose_device,
+    normalise_override,
+    start_world,
+)
 from dtensor.mesh_geometry import AxisRef, BackendConfig
 from dtensor.mesh_groups import MeshGroups, canonical
 from dtensor.mesh_layout import Axis, axis_size, coalesce, overlap, row_major, split_axis
@@ -109,6 +116,7 @@ class DeviceMesh(MeshGroups):
                 )
             if world.kind == "c10d":
                 choose_device(device_type, world)
+            backward_on_this_thread(device_type)
         return world
 
     # other meshes from this one

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from dtensor.mesh_geometry import BackendConfig, Ranks
 from dtensor.world import World
 
-__all__ = ["as_names", "as_ranks", "choose_device", "normalise_override", "own_device", "start_world"]
+__all__ = [
+    "as_names", "as_ranks", "backward_on_this_thread", "choose_device", "normalise_override", "own_device",
+    "start_world",
+]  # fmt: skip
 
 
 def as_ranks(mesh: object) -> Ranks:
@@ -106,6 +109,19 @@ def choose_device(device_type: str, world: World) -> None:
             f"and {count} {device_type} devices!"
         )
     handle.set_device(world.rank % count)
+
+
+def backward_on_this_thread(device_type: str) -> None:
+    """Let backwards that this thread starts run on it, also those of an accelerator.
+
+    torch runs the latter on a thread of its own for each device. What the program has set for its thread
+    (`implicit_replication`, `use_cost_model`, `strict_rules`, `equal_seeds`) would not hold there, and errors would
+    not know the program's line. With one device a process that thread gains nothing: who calls backward waits for it.
+    (The threads of simulated ranks do without it in any case.)
+    """
+    handle = getattr(torch, device_type, None)
+    if device_type not in ("cpu", "meta") and handle is not None and handle.is_available():
+        torch.autograd.set_multithreading_enabled(False)
 
 
 def normalise_override(given: dict[Any, Any], ndim: int, names: tuple[str, ...] | None) -> tuple[BackendConfig, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,16 @@ from gloo_ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, init_device_mesh, mesh_arguments, process_groups
+from dtensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    init_device_mesh,
+    mesh_arguments,
+    process_groups,
+)  # fmt: skip
 from dtensor.debug import watch_collectives
 from dtensor.errors import CollectiveError
 
@@ -180,6 +190,26 @@ def test_the_world_is_bound_where_it_is_made(monkeypatch: pytest.MonkeyPatch) ->
     mesh_arguments.start_world("cuda")
     mesh_arguments.start_world("cpu")
     assert made == [1, {"device_id": torch.device("cuda", 1)}, {}]
+
+
+@pytest.fixture(autouse=True)
+def device_threads() -> Iterator[None]:
+    yield
+    torch.autograd.set_multithreading_enabled(True)
+
+
+def test_backward_runs_on_the_thread_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meshes of an accelerator that is there keep backward off torch's device threads; those of CPUs do not care."""
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+
+    def threads_of_their_own(device: str) -> bool:
+        init_device_mesh(device, (1,))
+        return torch._C._is_multithreading_enabled()
+
+    assert threads_of_their_own("cuda") and threads_of_their_own("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert threads_of_their_own("cpu") and not threads_of_their_own("cuda")
 
 
 # ------------------------------------------------------------ a rank that is missing
