@@ -108,6 +108,10 @@ class SimulatedProcessGroup(_Group):
     def name(self) -> str:
         return "simulated"
 
+    def _get_backend(self, device: object) -> SimulatedProcessGroup:
+        """What works for a device; torch 2.14 asks it whether messages can be coalesced, which they cannot."""
+        return self
+
     def __repr__(self) -> str:
         return f"SimulatedProcessGroup(ranks={self._ranks}, rank={self._at})"
 
@@ -124,6 +128,7 @@ class SimulatedProcessGroup(_Group):
         pg_options: object = None,
         group_name: str | None = None,
         group_desc: str | None = None,
+        backend: object = None,
     ) -> SimulatedProcessGroup | None:
         """The hook by which `dist.new_group` makes groups: one of ours, None on ranks that are not in it."""
         if self._world.rank not in ranks:
