@@ -20,6 +20,7 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from parallel.axis import StyleAxis
 from parallel.kinds import Kind, kind_of
+from parallel.steps import WeightSteps, replaced
 from parallel.style import (
     ParallelStyle,
     arranged,
@@ -34,15 +35,17 @@ from parallel.style import (
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
-class _WeightStyle(ParallelStyle):
+class _WeightStyle(WeightSteps, ParallelStyle):
     """What the two styles share: parameters cut as the module's kind says, input and output brought to a layout.
 
     Attributes:
-        input_layouts, output_layouts: (placement,); an output of None is the style's own, which depends on the module.
+        input_layouts, output_layouts: (placement,); where none was given, a Linear's, and other modules have their own.
+        desired_input_layouts: (placement,), the layout that the parameters need, known when the style is applied.
     """
 
     lays_out_parameters = True
-    default_input: ClassVar[Placement]
+    default_input: ClassVar[Placement] = Replicate()
+    default_output: ClassVar[Placement] = Replicate()
 
     def __init__(
         self,
@@ -55,8 +58,9 @@ class _WeightStyle(ParallelStyle):
         call = type(self).__name__
         given = None if input_layouts is None else check_placement(call, "input_layouts", input_layouts)
         wanted = None if output_layouts is None else check_placement(call, "output_layouts", output_layouts)
-        self.input_layouts: tuple[Placement | None] = (given,)
-        self.output_layouts: tuple[Placement | None] = (wanted,)
+        self.input_layouts = (given or self.default_input,)
+        self.output_layouts = (wanted or self.default_output,)
+        self._told = (given is not None, wanted is not None)
         self.use_local_output = use_local_output
         self.weight_dims = None if weight_dims is None else (weight_dims[0], weight_dims[1])
 
@@ -86,11 +90,21 @@ class _WeightStyle(ParallelStyle):
 
     def _given(self, kind: Kind) -> Placement:
         """Layout of a plain input."""
-        return self.input_layouts[0] or Replicate()
+        return self._told_input or Replicate()
 
     def _wanted(self, kind: Kind) -> Placement:
         """Layout of the output."""
-        return self.output_layouts[0] or Replicate()
+        return self._told_output or Replicate()
+
+    @property
+    def _told_input(self) -> Placement | None:
+        """The input's layout, if it was given or set later."""
+        return self.input_layouts[0] if self._told[0] or self.input_layouts[0] != self.default_input else None
+
+    @property
+    def _told_output(self) -> Placement | None:
+        """Likewise the output's."""
+        return self.output_layouts[0] if self._told[1] or self.output_layouts[0] != self.default_output else None
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self._kind(module)
@@ -104,6 +118,9 @@ class _WeightStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check(module, device_mesh)
         over, kind = self.over(device_mesh), self._kind(module)
+        self.desired_input_layouts = (self._desired(kind, over.size),)
+        if replaced(self, WeightSteps):
+            return self._apply_steps(module, device_mesh)
         lay_out(module, over, self._layouts(module), self.src_data_rank)
         self._prepare(module, over, kind)
         self._finish(module, over, kind)
@@ -130,8 +147,8 @@ class _WeightStyle(ParallelStyle):
         on_output(module, finish)
 
     def __repr__(self) -> str:
-        told = [f"input_layouts={p!r}" for p in self.input_layouts if p is not None]
-        told += [f"output_layouts={p!r}" for p in self.output_layouts if p is not None]
+        told = [f"input_layouts={p!r}" for p in (self._told_input,) if p is not None]
+        told += [f"output_layouts={p!r}" for p in (self._told_output,) if p is not None]
         told += [] if self.use_local_output else ["use_local_output=False"]
         told += [] if self.weight_dims is None else [f"weight_dims={self.weight_dims}"]
         return f"{type(self).__name__}({', '.join(told)})"
@@ -154,6 +171,8 @@ class ColwiseParallel(_WeightStyle):
     for S(1)) when the input needs a gradient.
     """
 
+    default_output = Shard(-1)
+
     def _cuts(self, kind: Kind) -> Mapping[str, int]:
         return kind.column
 
@@ -161,7 +180,7 @@ class ColwiseParallel(_WeightStyle):
         return Shard(kind.dim) if kind.groups > 1 and kind.groups % ranks == 0 else Replicate()
 
     def _wanted(self, kind: Kind) -> Placement:
-        return self.output_layouts[0] or Shard(kind.dim)
+        return self._told_output or Shard(kind.dim)
 
 
 class RowwiseParallel(_WeightStyle):
@@ -179,6 +198,8 @@ class RowwiseParallel(_WeightStyle):
         weight_dims: as for ColwiseParallel.
     """
 
+    default_input = Shard(-1)
+
     def _cuts(self, kind: Kind) -> Mapping[str, int]:
         return kind.row
 
@@ -186,4 +207,4 @@ class RowwiseParallel(_WeightStyle):
         return Replicate() if kind.inputs is None else Shard(kind.dim)
 
     def _given(self, kind: Kind) -> Placement:
-        return self.input_layouts[0] or Shard(kind.dim)
+        return self._told_input or Shard(kind.dim)

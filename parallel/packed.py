@@ -88,14 +88,14 @@ class PackedColwiseParallel(ColwiseParallel):
         return {n: packed.get(n, p) for n, p in super()._layouts(module).items()}
 
     def _wanted(self, kind: Kind) -> Placement:
-        return self.output_layouts[0] or StridedShard(kind.dim, split_factor=len(self.sizes))
+        return self._told_output or StridedShard(kind.dim, split_factor=len(self.sizes))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.equal:
             return super()._apply(module, device_mesh)
         self._check(module, device_mesh)
         over, kind = self.over(device_mesh), self._kind(module)
-        local, out = self.use_local_output, self.output_layouts[0]
+        local, out = self.use_local_output, self._told_output
         call = f"PackedColwiseParallel of {type(module).__name__}"
         keep_parts(module, {n: d for n, d in kind.column.items() if module._parameters.get(n) is not None}, self.sizes)
         parts = {n: Shard(kind.column[n.rpartition("_")[0]]) for n in running_order(module)}

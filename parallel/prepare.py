@@ -14,6 +14,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, Placement
 from parallel.axis import StyleAxis
+from parallel.steps import InputSteps, OutputSteps, replaced
 from parallel.style import ParallelStyle, arranged, check_placement, wrap
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
@@ -60,7 +61,7 @@ def _like(output: object, values: list[object]) -> object:
     return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
 
 
-class PrepareModuleInput(ParallelStyle):
+class PrepareModuleInput(InputSteps, ParallelStyle):
     """Bring a module's inputs into the layouts it wants.
 
     Args:
@@ -84,6 +85,7 @@ class PrepareModuleInput(ParallelStyle):
         call = "PrepareModuleInput"
         self.input_layouts = _as_tuple(call, "input_layouts", input_layouts)
         self.desired_input_layouts = _as_tuple(call, "desired_input_layouts", desired_input_layouts)
+        self.with_kwargs = input_kwarg_layouts is not None
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
@@ -100,6 +102,8 @@ class PrepareModuleInput(ParallelStyle):
         self.over(device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if replaced(self, InputSteps):
+            return self._apply_steps(module, device_mesh)
         over, local = self.over(device_mesh), self.use_local_output
         call = f"PrepareModuleInput of {type(module).__name__}"
         given, desired = self.input_layouts, self.desired_input_layouts
@@ -135,7 +139,7 @@ class PrepareModuleInput(ParallelStyle):
         )
 
 
-class PrepareModuleOutput(ParallelStyle):
+class PrepareModuleOutput(OutputSteps, ParallelStyle):
     """Bring a module's outputs into the layouts its callers want.
 
     Args:
@@ -159,6 +163,8 @@ class PrepareModuleOutput(ParallelStyle):
         self.over(device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if replaced(self, OutputSteps):
+            return self._apply_steps(module, device_mesh)
         over, local = self.over(device_mesh), self.use_local_output
         call = f"PrepareModuleOutput of {type(module).__name__}"
         given, desired = self.output_layouts, self.desired_output_layouts

@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module
+from parallel.steps import SequenceSteps, replaced
 from parallel.style import ParallelStyle, arranged, check_fresh, on_input, on_output
 
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(ParallelStyle):
+class SequenceParallel(SequenceSteps, ParallelStyle):
     """Run a module (LayerNorm, RMSNorm, Dropout, ...) on activations that are cut along the sequence.
 
     Args:
@@ -26,7 +27,7 @@ class SequenceParallel(ParallelStyle):
     lays_out_parameters = True
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        self.sequence_sharding = Shard(sequence_dim)
+        self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = use_local_output
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -37,7 +38,9 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check(module, device_mesh)
-        over, layout, local = self.over(device_mesh), self.sequence_sharding, self.use_local_output
+        if replaced(self, SequenceSteps):
+            return self._apply_steps(module, device_mesh)
+        over, layout, local = self.over(device_mesh), self.sequence_sharding[0], self.use_local_output
         call = f"SequenceParallel of {type(module).__name__}"
 
         def prepare(x: object) -> object:
@@ -60,4 +63,5 @@ class SequenceParallel(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
+        dim = self.sequence_sharding[0].dim
+        return f"SequenceParallel(sequence_dim={dim}, use_local_output={self.use_local_output})"
