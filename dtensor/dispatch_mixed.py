@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
 from dtensor.dispatch import OpInfo
@@ -47,6 +48,8 @@ def run_kinds(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     some, named = map_args(_value, *some_elements(info.func, plain, count, args, kwargs))
     results.update(zip(plain, info.func(*some, **named) or ()))
     if info.written:
+        if "_foreach_" in info.name:  # as the plain op counts its writes, above what comes here
+            increment_version([args[0][i] for i in plain])
         return (args[0] if schema.returns else None,)
     return ([results[i] for i in range(count)],)
 

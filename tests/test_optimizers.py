@@ -486,3 +486,20 @@ def test_a_norm_over_meshes_of_other_ranks_is_refused() -> None:
             nn.utils.get_total_norm(tensors)
 
     simulate(4)(run)
+
+
+def test_a_step_on_plain_tensors_and_dtensors_is_a_write_into_both() -> None:
+    @simulate(2)
+    def ranks() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        plain, ours = nn.Parameter(rand(4)), nn.Parameter(make(rand(4), mesh, [Shard(0)]))
+        losses = [(p**2).sum() for p in (plain, ours)]
+        plain.grad, ours.grad = torch.ones_like(plain), torch.ones_like(ours)
+        torch.optim.SGD([plain, ours], lr=0.1, foreach=True).step()
+        for loss in losses:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        with torch.inference_mode():
+            some = [torch.ones(4), make(rand(4), mesh, [Shard(0)])]
+            torch._foreach_add_(some, 1.0)
+            assert some[0].tolist() == [2.0] * 4
