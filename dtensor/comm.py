@@ -320,7 +320,9 @@ class Communicator(ABC):
 
     def reduce_scatter_flat(self, flat: torch.Tensor, op: str, *, async_op: bool = False) -> Pending[torch.Tensor]:
         """The reduction of this position's part of `flat`: 1-D, contiguous, as many parts of one size as positions."""
-        got = self.reduce_scatter(list(torch.split(flat, [flat.numel() // self.size] * self.size)), op, async_op=async_op)
+        got = self.reduce_scatter(
+            list(torch.split(flat, [flat.numel() // self.size] * self.size)), op, async_op=async_op
+        )
         return got if isinstance(got, Pending) else Pending(got)
 
     @abstractmethod

@@ -96,6 +96,8 @@ class C10dCommunicator(Communicator):
     def _all_gather(
         self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
     ) -> Pending[list[torch.Tensor]]:
+        if into is not None and shapes.count(shapes[0]) == self.size and eager(x) and not sent_by.in_queue(x):
+            return self._gather_into(x, into)
         dtype, width = x.dtype, items_of(x.dtype)
         numels = [prod(s) * width for s in shapes]
         most, itemsize = max(numels), x.itemsize // width
@@ -109,7 +111,7 @@ class C10dCommunicator(Communicator):
             finally:
                 purpose.kind = None
         if into is not None and direct:
-            return self._gather_into(x, shapes, into)
+            return self._gather_uneven_into(x, shapes, into)
         flat = padded(flat_of(x), most)
         sent = self._gather(flat) if direct else sent_by.all_gather(self, flat, async_op)
 
@@ -129,23 +131,30 @@ class C10dCommunicator(Communicator):
         options.asyncOp = True
         return issued(self, "all_gather", out, self.group._allgather_base, out, waited(flat), options)
 
-    def _gather_into(
+    def _gather_into(self, x: torch.Tensor, into: Sequence[torch.Tensor]) -> Pending[list[torch.Tensor]]:
+        """A gather straight into tensors of one shape, that may be views: gloo puts the parts there itself."""
+        options = c10d.AllgatherOptions()
+        options.asyncOp = True
+        x, outputs = carried(waited(x).contiguous()), [carried(t) for t in self._by_group_rank(into)]
+        sent = issued(self, "all_gather", x, self.group.allgather, [outputs], [x], options)
+
+        def finish() -> list[torch.Tensor]:
+            sent.wait()
+            return list(into)
+
+        return Pending(finish=finish)
+
+    def _gather_uneven_into(
         self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor]
     ) -> Pending[list[torch.Tensor]]:
-        """A gather straight into tensors that may be views: gloo puts the parts there itself.
-
-        They must be of one shape; smaller parts travel in tensors of their own.
-        """
+        """As `_gather_into`; parts that are smaller than others travel in tensors of their own."""
         x = waited(x)
         shape = max([tuple(s) for s in shapes], key=prod)
         short = [i for i, s in enumerate(shapes) if tuple(s) != shape]
         if self.rank in short:
             x = spaced([x], prod(shape)).view(shape)
         spare = {i: x if i == self.rank else x.new_empty(shape) for i in short}
-        options = c10d.AllgatherOptions()
-        options.asyncOp = True
-        outputs = [carried(t) for t in self._by_group_rank([spare.get(i, t) for i, t in enumerate(into)])]
-        sent = issued(self, "all_gather", x, self.group.allgather, [outputs], [carried(x.contiguous())], options)
+        sent = self._gather_into(x, [spare.get(i, t) for i, t in enumerate(into)])
 
         def finish() -> list[torch.Tensor]:
             sent.wait()
@@ -223,8 +232,8 @@ class C10dCommunicator(Communicator):
     def reduce_scatter_flat(self, flat: torch.Tensor, op: str, *, async_op: bool = False) -> Pending[torch.Tensor]:
         """See `Communicator`: here without a detour by way of parts, where the group reduces the dtype itself."""
         how = reduction(op, flat.dtype, self.size, not self._nccl or flat.device.type == "cpu")
-        plain = how.wire is not None and how.encode is None and how.decode is None
-        if not plain or self._order is not None or self.size == 1 or flat.device.type == "meta":
+        plain = how.encode is None and how.decode is None and self._order is None
+        if how.wire is None or not plain or self.size == 1 or flat.device.type == "meta":
             return super().reduce_scatter_flat(flat, op, async_op=async_op)
         sent = sent_by.reduce_scatter(self, flat.detach() if flat.requires_grad else flat, how.wire, async_op)
         return Pending(finish=sent.wait, raw=sent.lazy)

@@ -15,8 +15,9 @@ import torch
 
 from dtensor.comm_wire import packed
 from dtensor.reshard_geometry import Region, Runs, region_shape, region_size
+from dtensor.spec import contiguous_stride
 
-__all__ = ["Embed", "Join", "Take"]
+__all__ = ["Boxes", "Embed", "Join", "Take"]
 
 _MANY = 8
 """From this many runs on, one indexed copy is cheaper than one copy a run."""
@@ -38,9 +39,7 @@ def _side_by_side(regions: Sequence[Region], shape: Sequence[int]) -> int | None
     return dim if at == shape[dim] else None
 
 
-def _even(
-    dim: int | None, shapes: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _even(dim: int | None, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Parts of one shape side by side along `dim`: the whole seen with that dim as two, and the order by parts."""
     if dim is None or len({*shapes}) != 1:
         return None
@@ -136,11 +135,6 @@ class Take:
         return bool(self._each) and all(one.copies for one in self._each)
 
     @property
-    def copies_some(self) -> bool:
-        """True where a part is new memory."""
-        return any(one.copies for one in self._each)
-
-    @property
     def sizes(self) -> list[int]:
         """Elements of each part."""
         return [math.prod(shape) for shape in self._shapes]
@@ -172,6 +166,22 @@ class Take:
             for block in blocks if i != apart else ():
                 block.get(x, parts[i])
         return parts
+
+
+class Boxes:
+    """Views of a contiguous tensor of `shape`, one for each of `regions`, of which every dim has one run."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
+        stride = contiguous_stride(shape)
+        self._places = [
+            (region_shape(region), stride, sum([runs[0][0] * s for runs, s in zip(region, stride) if runs]))
+            for region in regions
+        ]
+
+    def __call__(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole.as_strided(*place) for place in self._places]
 
 
 class Join:
@@ -217,7 +227,6 @@ class Join:
             for block in blocks:
                 block.put(out, parts[i])
         return out
-
 
     def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """As called with the parts, which are given one after the other in a 1-D tensor that nobody else uses."""

@@ -26,7 +26,7 @@ from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
-from dtensor.reshard_local import Embed, Join, Take
+from dtensor.reshard_local import Boxes, Embed, Join, Take
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_spread_run import bind_spread
 from dtensor.reshard_step import ReshardPlan, Step
@@ -270,9 +270,9 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     parts = [holdings(spec, step.src, other) for other in members(spec, step.axes, coord)]
     regions = [common(part, want)[1] for part in parts]
     shapes, out_shape = [region_shape(part) for part in parts], region_shape(want)
-    join, boxes = Join(regions, out_shape), Take(regions, out_shape)
-    alike = len({*shapes}) == 1
-    straight = not (alike and join.in_order) and join.single is None and not boxes.copies_some
+    join, boxes = Join(regions, out_shape), Boxes(regions, out_shape)
+    alike, whole = len({*shapes}) == 1, all(len(runs) < 2 for region in regions for runs in region)
+    straight = whole and join.single is None and not (alike and join.in_order)
     if alike and not straight:
         return _gather_alike(comm, join, out_shape)
 
@@ -361,7 +361,6 @@ def _exchange_all(
     comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]
 ) -> Run:
     """All parts go through the collective."""
-
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
