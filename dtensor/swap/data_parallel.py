@@ -149,25 +149,28 @@ def _check_group(specs: dict[str, Spec], ranks: list[int]) -> None:
 
 
 # ------------------------------------------------------------ fully_shard
-_sharding_spec: Callable[..., Any] = FSDPParam._init_sharding_spec_spmd
+_SPEC = "_init_sharding_spec_spmd"  # from torch 2.13 on
+_sharding_spec: Callable[..., Any] | None = getattr(FSDPParam, _SPEC, None)
 
 
-@functools.wraps(_sharding_spec)
 def _init_sharding_spec_spmd(self: Any, param: DTensor, *args: Any, **kwargs: Any) -> Any:
     """It asks for the very mesh that `fully_shard` was given; a spec holds one of all the meshes that are equal."""
     if self.mesh_info.spmd_mesh == param._spec.mesh:
         self.mesh_info.spmd_mesh = param._spec.mesh
+    assert _sharding_spec is not None
     return _sharding_spec(self, param, *args, **kwargs)
 
 
 def follow() -> None:
     """From now on DDP takes modules of DTensors whatever way it is told its ranks."""
     DistributedDataParallel.__init__ = _init  # type: ignore[method-assign]
-    FSDPParam._init_sharding_spec_spmd = _init_sharding_spec_spmd  # type: ignore[method-assign]
+    if _sharding_spec is not None:
+        setattr(FSDPParam, _SPEC, _init_sharding_spec_spmd)
 
 
 def stop() -> None:
     """No longer."""
-    FSDPParam._init_sharding_spec_spmd = _sharding_spec  # type: ignore[method-assign]
+    if _sharding_spec is not None:
+        setattr(FSDPParam, _SPEC, _sharding_spec)
     if DistributedDataParallel.__init__ is _init:
         DistributedDataParallel.__init__ = _original  # type: ignore[method-assign]

@@ -48,11 +48,9 @@ OURS: dict[str, dict[str, str]] = {
         "distribute_tensor": "dtensor.api:distribute_tensor",
         "distribute_module": "dtensor.module:distribute_module",
         **{name: f"dtensor.factory:{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")},
-        **{
-            name: f"dtensor.placement:{name}"
-            for name in ("Partial", "Placement", "Replicate", "Shard", "_StridedShard")
-        },
+        **{name: f"dtensor.placement:{name}" for name in ("Partial", "Placement", "Replicate", "Shard")},
     },
+    f"{_TENSOR}.placement_types": {"_StridedShard": "dtensor.placement:_StridedShard"},
     f"{_TENSOR}._dtensor_spec": {"DTensorSpec": "dtensor.spec:Spec", "TensorMeta": "dtensor.spec:TensorMeta"},
     f"{_TENSOR}._random": {
         "manual_seed": "dtensor.swap.stand_ins:manual_seed",

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -265,6 +264,8 @@ def case_gradient_division(world):
 
 def case_parameters_on_the_whole_mesh(world):
     """Parameters that are DTensors on both axes before `fully_shard`, which is told which axis is its own."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
     mesh = grid(world // 2, 2)
     model = made()
     for i, placed in ((0, (Replicate(), Shard(0))), (2, (Replicate(), Shard(1))), (3, (Replicate(), Replicate()))):
