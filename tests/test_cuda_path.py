@@ -142,7 +142,7 @@ def intended(plan: Any) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("late", [False, True], ids=["now", "async"])
 def test_every_move_issues_what_its_plan_says(shape: tuple[int, ...], late: bool) -> None:
     """Kind, group and order on all ranks; the ranks of a group agree; synchronous ones join the current stream."""
-    cases = moves(len(shape), 40)
+    cases = moves(len(shape), 24)
 
     def body(mesh: Any) -> list[tuple[list[Call], list[tuple[str, tuple[int, ...]]], list[bool]]]:
         out = []
