@@ -1,14 +1,15 @@
 """How long does a redistribution take on real processes? Both engines in one run, gloo, median milliseconds.
 
     python benchmarks/redistribute_gloo.py                                        4 and 8 ranks, 1 KiB to 16 MiB
-    python benchmarks/redistribute_gloo.py --ranks 8 --sizes 268435456            256 MiB, 8 ranks: 12 GiB of memory
+    python benchmarks/redistribute_gloo.py --ranks 8 --sizes 268435456 --json benchmarks/results/redistribute_large.json
+                                                                256 MiB, 8 ranks: 12 GiB of memory, most of an hour
     python benchmarks/redistribute_gloo.py --json redistribute.json --plot redistribute.png
 
 Every pair of layouts is timed with both engines in turn, between barriers, the order reversed every time; a time is
 that of the slowest rank. `received` are the bytes that the rank receives which receives most. Sizes are bytes of the
 global tensor, 4-byte numbers. Small transfers take as long as the system takes to wake processes up: their quartiles
-say how much a median means. The verdict counts a pair as slower where its ratio is above 1.1 and the quartiles do not
-overlap.
+say how much a median means. What was measured of 256 MiB before is printed after it, as it was. The verdict counts a
+pair as slower where its ratio is above 1.1 and the quartiles do not overlap.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+LARGE = Path(__file__).parent / "results" / "redistribute_large.json"
+"""Rows of sizes that take too long to be measured every time."""
 PAIRS = [
     ("S0", "R"), ("S1", "R"), ("R", "S0"), ("S0", "S1"), ("S1", "S0"), ("P", "R"), ("P", "S0"), ("P", "S1"),
     ("S0,S0", "S1,S1"), ("S0,S1", "S1,S0"), ("S0,R", "R,S0"), ("S0,S0", "R,S0"), ("S0,S1", "R,R"),
@@ -45,7 +48,7 @@ def placements(e: Any, text: str) -> list[Any]:
 
 def repeats(nbytes: int) -> int:
     """How often a pair is timed."""
-    return 31 if nbytes <= 1 << 17 else 15 if nbytes <= 1 << 21 else 9 if nbytes <= 1 << 25 else 4
+    return 31 if nbytes <= 1 << 17 else 15 if nbytes <= 1 << 21 else 9 if nbytes <= 1 << 25 else 3
 
 
 def received(call: Any) -> int:
@@ -76,7 +79,7 @@ def timed(calls: dict[str, Any], times: int) -> dict[str, list[float]]:
     return took
 
 
-def worker(rank: int, ranks: int, sizes: Sequence[int], store: str, out: Any) -> None:
+def worker(rank: int, ranks: int, sizes: Sequence[int], pairs: Sequence[tuple[str, str]], store: str, out: Any) -> None:
     """One rank: time all pairs, rank 0 reports."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -90,7 +93,7 @@ def worker(rank: int, ranks: int, sizes: Sequence[int], store: str, out: Any) ->
     rows = []
     for size in sizes:
         columns = 64 if size >= 1 << 14 else 16
-        for src, dst in PAIRS:
+        for src, dst in pairs:
             shape = [max(size // 4 // columns, 16), columns]
             for a, p in enumerate(src.split(",")):
                 if p[0] == "S":
@@ -112,13 +115,13 @@ def worker(rank: int, ranks: int, sizes: Sequence[int], store: str, out: Any) ->
     dist.destroy_process_group()
 
 
-def measure(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def measure(ranks: int, sizes: Sequence[int], pairs: Sequence[tuple[str, str]] = PAIRS) -> list[dict[str, Any]]:
     """The rows of one number of ranks."""
     context = mp.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        processes = [context.Process(target=worker, args=(r, ranks, sizes, store, out)) for r in range(ranks)]
+        processes = [context.Process(target=worker, args=(r, ranks, sizes, pairs, store, out)) for r in range(ranks)]
         for p in processes:
             p.start()
         rows: list[dict[str, Any]] = out.get(timeout=3600)
@@ -185,18 +188,28 @@ def main() -> None:
     parser.add_argument("--sizes", default="1024,65536,1048576,16777216", help="bytes, comma separated")
     parser.add_argument("--json", default="", help="a file for the rows; those of other sizes and ranks in it are kept")
     parser.add_argument("--plot", default="", help="a file for a picture of all rows")
+    parser.add_argument("--pairs", default="", help='some of the pairs, e.g. "P->R P,P->S0,R"; all unless given')
     given = parser.parse_args()
+    some = given.pairs.split()
+    pairs = [pair for pair in PAIRS if not some or "->".join(pair) in some]
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    rows = [row for ranks in numbers(given.ranks) for row in measure(ranks, numbers(given.sizes))]
+    rows = [row for ranks in numbers(given.ranks) for row in measure(ranks, numbers(given.sizes), pairs)]
     sys.stdout.write("On processes, ms of the slowest rank, median (quartiles)\n\n" + report(rows) + "\n")
+    if not given.json and LARGE.exists():
+        kept = json.loads(LARGE.read_text())
+        sys.stdout.write(f"\nMeasured by itself, {kept['date']}, load average {kept['load']}\n\n")
+        sys.stdout.write(report(kept["rows"]) + "\n")
     if given.json:
         file = Path(given.json)
-        new = {(r["ranks"], r["bytes"]) for r in rows}
+        place = [f"{src} -> {dst}" for src, dst in PAIRS].index
+        new = {(r["ranks"], r["bytes"], r["layouts"]) for r in rows}
         kept = json.loads(file.read_text())["rows"] if file.exists() else []
         rows = sorted(
-            [r for r in kept if (r["ranks"], r["bytes"]) not in new] + rows, key=lambda r: (r["ranks"], r["bytes"])
+            [r for r in kept if (r["ranks"], r["bytes"], r["layouts"]) not in new] + rows,
+            key=lambda r: (r["ranks"], r["bytes"], place(r["layouts"])),
         )
         made = {"torch": torch.__version__, "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+        made["load"] = f"{os.getloadavg()[0]:.0f}"
         file.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
     if given.plot:
         plot(rows, given.plot)
