@@ -99,7 +99,7 @@ $(CLIENTS): $(STAMP) tests/clients/requirements.txt
 	touch $(CLIENTS)
 
 clients: $(CLIENTS)
-	$(if $(RECORD),RECORD=1) .venv-clients/bin/python -m pytest tests/clients -n 0 $(TESTS)
+	$(if $(RECORD),RECORD=1) .venv-clients/bin/python -m pytest tests/clients -n 0 -o faulthandler_timeout=1800 $(TESTS)
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info .mypy_cache .ruff_cache
