@@ -28,6 +28,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,7 +102,7 @@ class Client:
     tolerance: float = 1e-5
     deviates: dict[str, str] = field(default_factory=dict)
     torch_fails: dict[str, str] = field(default_factory=dict)
-    timeout: float = 300
+    timeout: float = 600
 
     def mark(self) -> list[pytest.MarkDecorator]:
         """For `pytestmark`: processes are started; skipped, with the reason, where something is not installed."""
@@ -202,15 +203,20 @@ def _run(name: str, cases: tuple[str, ...], engine: str, ranks: int, timeout: fl
             command += ["-m", "dtensor.swap"]
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CLIENT_SCRATCH": folder}
+        started = subprocess.Popen(
+            [*command, script, file, *cases], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            cwd=folder, start_new_session=True,
+        )  # fmt: skip
         try:
-            done = subprocess.run(
-                [*command, script, file, *cases], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
-                cwd=folder, timeout=timeout, check=False,
-            )  # fmt: skip
-            output = f"exit {done.returncode}, no result for this case\n{done.stdout[-6000:]}"
-        except subprocess.TimeoutExpired as error:
-            said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+            said, _ = started.communicate(timeout=timeout)
+            output = f"exit {started.returncode}, no result for this case\n{said[-6000:]}"
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            said, _ = started.communicate()
             output = f"not done after {timeout} s\n{said[-6000:]}"
+        except BaseException:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
         found = torch.load(file, weights_only=True) if Path(file).exists() else {"engine": None, "cases": {}}
     if found["engine"] is not None and engine != "one":
         of_ours = not found["engine"].startswith("torch.")
