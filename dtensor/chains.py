@@ -86,8 +86,8 @@ def try_chain(key: tuple[Any, ...], chain: Callable[..., Results], tensors: Sequ
     specs = [None if t is None else t._spec for t in tensors]
     if any(s is not None and type(s) is not Spec for s in specs):
         return None  # a view that had to move data: its spec is of one tensor, not of a kind of tensors
-    first = tensors[0]
-    found = _tried(chain, specs, first._local_tensor.device)
+    device = next(t._local_tensor.device for t in tensors if t is not None)
+    found = _tried(chain, specs, device)
     if len(plans) >= _MOST:
         plans.clear()
     plans[key] = found

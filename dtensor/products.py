@@ -35,6 +35,9 @@ from dtensor.spec import Spec
 __all__ = ["bind", "see_whole"]
 
 aten = torch.ops.aten
+Needs = tuple[bool, ...]
+"""Of which inputs a gradient is asked for."""
+
 _DTensor: Any = None
 _new: Callable[..., Any]
 _library: torch.library.Library | None = None
@@ -69,27 +72,35 @@ def _linear_chain(x: Any, w: Any, b: Any) -> Results:
     return (composite(aten.linear.default, x, w, b),)
 
 
-def _linear_grads_chain(x: Any, w: Any, g: Any, need_x: bool, need_w: bool, need_b: bool) -> Results:
+def _linear_grads_chain(x: Any, w: Any, g: Any, of_x: Spec, of_w: Spec, needs: Needs) -> Results:
     """The gradients of a linear layer, as autograd has them of the ops that it is made of."""
-    out, width = w.shape
-    flat = x.ndim > 2
-    g2 = g.reshape(g.numel() // out, out) if flat else g
+    out, shape = of_w.shape[0], of_x.shape
+    flat = len(shape) > 2
+    rows = shape[0] * shape[1]
+    g = g.reshape(rows, out) if flat else g
     dx = dw = db = None
-    if need_x:
-        dx = torch.mm(g2, w)
-        dx = dx.view(x.shape) if flat else dx
-    if need_w:
-        dw = torch.mm(g2.t(), x.reshape(x.numel() // width, width) if flat else x)
-    if need_b:
-        db = g2.sum(0, keepdim=True).view(out)
+    if needs[0]:
+        dx = torch.mm(g, w)
+        dx = dx.view(shape) if flat else dx
+    if needs[1]:
+        dw = torch.mm(g.t(), x.reshape(rows, shape[2]) if flat else x)
+    if needs[2]:
+        db = g.sum(0, keepdim=True).view(out)
     return dx, dw, db
+
+
+def _as_saved(t: Any, spec: Spec) -> bool:
+    """Whether a saved tensor is what it was, or was not needed."""
+    return t is None or (type(t) is _DTensor and t._spec is spec)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any, b: Any, spec: Spec) -> Any:
+        needs = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x if needs[1] else None, w if needs[0] else None)
+        ctx.specs = x._spec, w._spec
         return _linear_here(x, w, b, spec)
 
     @staticmethod
@@ -97,28 +108,32 @@ class _Linear(torch.autograd.Function):
         if g is None:
             return None, None, None, None
         x, w = ctx.saved_tensors
-        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        of_x, of_w = ctx.specs
+        needs = ctx.needs_input_grad
         D = _DTensor
-        if type(g) is D and type(x) is D and type(w) is D and not _grad_enabled() and not _watching():
-            key = (_Linear, x._spec, w._spec, g._spec, need_x, need_w, need_b)
+        if type(g) is D and _as_saved(x, of_x) and _as_saved(w, of_w) and not _grad_enabled() and not _watching():
+            key = (_Linear, of_x, of_w, g._spec, needs)
             specs = plans.get(key, UNSEEN)
             if specs is UNSEEN:
-                needs = {"need_x": need_x, "need_w": need_w, "need_b": need_b}
-                specs = try_chain(key, partial(_linear_grads_chain, **needs), (x, w, g))
+                chain = partial(_linear_grads_chain, of_x=of_x, of_w=of_w, needs=needs)
+                specs = try_chain(key, chain, (x, w, g))
             if specs is not None:
                 dx, dw, db = specs
-                lx, lw, lg = x._local_tensor, w._local_tensor, g._local_tensor
-                shape = lx.shape
+                shape, lg = of_x.local_shape, g._local_tensor
+                rows = shape[0] * shape[1]
                 if len(shape) == 3:
-                    rows = shape[0] * shape[1]
-                    lx, lg = lx.reshape(rows, shape[2]), lg.reshape(rows, lw.shape[0])
-                return (
-                    None if dx is None else _new(D, torch.mm(lg, lw).view(shape), dx, requires_grad=False),
-                    None if dw is None else _new(D, torch.mm(lg.t(), lx), dw, requires_grad=False),
-                    None if db is None else _new(D, lg.sum(0), db, requires_grad=False),
-                    None,
-                )
-        return *_linear_grads_chain(x, w, g, need_x, need_w, need_b), None
+                    lg = lg.reshape(rows, of_w.local_shape[0])
+                gx = gw = gb = None
+                if dx is not None:
+                    gx = _new(D, torch.mm(lg, w._local_tensor).view(shape), dx, requires_grad=False)
+                if dw is not None:
+                    lx = x._local_tensor
+                    lx = lx.reshape(rows, shape[2]) if len(shape) == 3 else lx
+                    gw = _new(D, torch.mm(lg.t(), lx), dw, requires_grad=False)
+                if db is not None:
+                    gb = _new(D, lg.sum(0), db, requires_grad=False)
+                return gx, gw, gb, None
+        return *_linear_grads_chain(x, w, g, of_x, of_w, needs), None
 
 
 def _linear_here(x: Any, w: Any, b: Any, spec: Spec) -> Any:
@@ -157,55 +172,45 @@ def _by_columns(spec: Spec) -> bool:
     return spec.stride[0] == 1 and spec.stride[1] == spec.shape[0]
 
 
-def _matmul_grads_chain(x: Any, y: Any, g: Any, need_x: bool, need_y: bool) -> Results:
+def _matmul_grads_chain(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
     """The gradients of a product, as autograd has them of the ops that it is made of: products again."""
-    if y.ndim > 2:
-        dx = composite(aten.matmul.default, g, y.transpose(-2, -1)) if need_x else None
-        return dx, composite(aten.matmul.default, x.transpose(-2, -1), g) if need_y else None
-    shape = x.shape
-    x_columns, y_columns = x.ndim == 2 and _by_columns(x._spec), _by_columns(y._spec)
-    if x.ndim == 3:
-        rows = shape[0] * shape[1]
-        x, g = x.reshape(rows, shape[2]), g.reshape(rows, y.shape[1])
-    return _matrix_grads(x, y, g, shape, x_columns if need_x else None, y_columns if need_y else None)
+    if of_y.ndim > 2:
+        dx = composite(aten.matmul.default, g, y.transpose(-2, -1)) if needs[0] else None
+        return dx, composite(aten.matmul.default, x.transpose(-2, -1), g) if needs[1] else None
+    return _matrix_grads(x, y, g, of_x.shape, of_y.shape[1], of_x, of_y, needs)
 
 
-def _matrix_grads(x: Any, y: Any, g: Any, shape: Any, x_columns: bool | None, y_columns: bool | None) -> Results:
-    """The gradients of a product of two matrices, the first one in `shape`; None for those that are not needed."""
+def _matrix_grads(
+    x: Any, y: Any, g: Any, shape: torch.Size, columns: int, of_x: Spec, of_y: Spec, needs: Needs
+) -> Results:
+    """The gradients of a product by a matrix, on DTensors or local tensors: `x` of `shape`, `y` of so many columns."""
+    flat, rows = len(shape) == 3, shape[0] * shape[1]
+    g = g.reshape(rows, columns) if flat else g
     dx = dy = None
-    if x_columns is not None:
-        dx = torch.mm(y, g.t()).t() if x_columns else torch.mm(g, y.t())
-        dx = dx if len(shape) == 2 else dx.view(shape)
-    if y_columns is not None:
-        dy = torch.mm(g.t(), x).t() if y_columns else torch.mm(x.t(), g)
+    if needs[0]:
+        dx = torch.mm(y, g.t()).t() if not flat and _by_columns(of_x) else torch.mm(g, y.t())
+        dx = dx.view(shape) if flat else dx
+    if needs[1]:
+        x = x.reshape(rows, shape[2]) if flat else x
+        dy = torch.mm(g.t(), x).t() if _by_columns(of_y) else torch.mm(x.t(), g)
     return dx, dy
 
 
-def _matmul_grads_here(x: Any, y: Any, g: Any, dx: Spec | None, dy: Spec | None) -> Results:
-    """The same on local tensors, in wrappers of these specs."""
-    D, lx, ly, lg = _DTensor, x._local_tensor, y._local_tensor, g._local_tensor
-    if ly.ndim > 2:
-        gx = None if dx is None else torch.matmul(lg, ly.transpose(-2, -1))
-        gy = None if dy is None else torch.matmul(lx.transpose(-2, -1), lg)
-    else:
-        shape = lx.shape
-        columns = len(shape) == 2 and _by_columns(x._spec), _by_columns(y._spec)
-        if len(shape) == 3:
-            rows = shape[0] * shape[1]
-            lx, lg = lx.reshape(rows, shape[2]), lg.reshape(rows, ly.shape[1])
-        needs = [None if s is None else c for s, c in zip((dx, dy), columns, strict=True)]
-        gx, gy = _matrix_grads(lx, ly, lg, shape, *needs)
-    return (
-        None if dx is None else _new(D, gx, dx, requires_grad=False),
-        None if dy is None else _new(D, gy, dy, requires_grad=False),
-    )
+def _matmul_grads_here(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
+    """The same on local tensors, of which those are None that are not needed."""
+    if of_y.ndim == 2:
+        return _matrix_grads(x, y, g, of_x.local_shape, of_y.local_shape[1], of_x, of_y, needs)
+    gx = torch.matmul(g, y.transpose(-2, -1)) if needs[0] else None
+    return gx, torch.matmul(x.transpose(-2, -1), g) if needs[1] else None
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, y: Any, spec: Spec) -> Any:
+        needs = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, y)
+        ctx.save_for_backward(x if needs[1] else None, y if needs[0] else None)
+        ctx.specs = x._spec, y._spec
         return _matmul_here(x, y, spec)
 
     @staticmethod
@@ -213,16 +218,24 @@ class _Matmul(torch.autograd.Function):
         if g is None:
             return None, None, None
         x, y = ctx.saved_tensors
-        need_x, need_y, _ = ctx.needs_input_grad
+        of_x, of_y = ctx.specs
+        needs = ctx.needs_input_grad
         D = _DTensor
-        if type(g) is D and type(x) is D and type(y) is D and not _grad_enabled() and not _watching():
-            key = (_Matmul, x._spec, y._spec, g._spec, need_x, need_y)
+        if type(g) is D and _as_saved(x, of_x) and _as_saved(y, of_y) and not _grad_enabled() and not _watching():
+            key = (_Matmul, of_x, of_y, g._spec, needs)
             specs = plans.get(key, UNSEEN)
             if specs is UNSEEN:
-                specs = try_chain(key, partial(_matmul_grads_chain, need_x=need_x, need_y=need_y), (x, y, g))
+                chain = partial(_matmul_grads_chain, of_x=of_x, of_y=of_y, needs=needs)
+                specs = try_chain(key, chain, (x, y, g))
             if specs is not None:
-                return *_matmul_grads_here(x, y, g, *specs), None
-        return *_matmul_grads_chain(x, y, g, need_x, need_y), None
+                lx, ly = (None if t is None else t._local_tensor for t in (x, y))
+                found = _matmul_grads_here(lx, ly, g._local_tensor, of_x, of_y, needs)
+                dx, dy = (
+                    None if s is None else _new(D, t, s, requires_grad=False)
+                    for t, s in zip(found, specs, strict=True)
+                )  # fmt: skip
+                return dx, dy, None
+        return *_matmul_grads_chain(x, y, g, of_x, of_y, needs), None
 
 
 def _matmul_here(x: Any, y: Any, spec: Spec) -> Any:

@@ -201,6 +201,11 @@ def test_saved_tensors_are_offered_to_hooks_and_watched_for_writes() -> None:
             out = F.linear(x, w, b)
         assert [type(t) for t in packed] == [DTensor, DTensor]
         torch.autograd.grad(out.sum(), (x, w, b))
+        packed.clear()
+        with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            F.linear(x, w.detach(), b)
+            torch.matmul(x.transpose(1, 2), x.detach())
+        assert [tuple(t.shape) for t in packed] == [(8, 6), (2, 4, 6)]  # what frozen factors need, no more
         y = x * 1.0
         out = F.linear(y, w, b)
         y.add_(1.0)
