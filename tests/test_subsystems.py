@@ -55,7 +55,7 @@ EXCHANGES = [
     Exchange("checkpoints", "tensors", (TO_OURS, TO_TORCHS)),
     Exchange("checkpoints", "file", (TO_OURS, OURS)),
 ]
-LATER = ("case_parameters_on_the_whole_mesh", "case_pipeline_of_dtensors") if torch.__version__ < (2, 13) else ()
+LATER = ("case_parameters_on_the_whole_mesh", "case_pipeline_of_dtensors") if torch.__version__ < "2.13" else ()
 """Cases that this version of torch does not know yet."""
 
 CASES = [

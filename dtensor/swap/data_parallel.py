@@ -47,7 +47,7 @@ def _localize_dtensor(module: nn.Module, *_: object, ignored_params: Iterable[to
                         local = held._local_tensor.detach()
                         if table is part._parameters:
                             local = nn.Parameter(local, requires_grad=held.requires_grad)
-                        local._st_info = held._spec
+                        local._st_info = held._spec  # type: ignore[attr-defined]
                         made[id(held)] = local
                     table[name] = local
 
@@ -116,7 +116,7 @@ def _init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         ignored = [t for name, t in held if name in names]
         specs = {
-            name: t._spec if isinstance(t, DTensor) else t._st_info  # type: ignore[attr-defined]
+            name: t._spec if isinstance(t, DTensor) else t._st_info
             for name, t in held
             if name not in names and (isinstance(t, DTensor) or hasattr(t, "_st_info"))
         }
@@ -132,7 +132,7 @@ def _check_group(specs: dict[str, Spec], ranks: list[int]) -> None:
     """ValueError where two ranks of the group hold unlike parts of a tensor, or one is a pending sum."""
     for name, spec in specs.items():
         where = {int(rank): i for i, rank in enumerate(spec.mesh.mesh.flatten().tolist())}
-        places = {}
+        places: dict[tuple[int, ...], int] = {}
         for rank in ranks:
             if rank in where:
                 coord = tuple(int(c) for c in torch.unravel_index(torch.tensor(where[rank]), spec.mesh.shape))

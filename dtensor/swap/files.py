@@ -91,5 +91,5 @@ def stop() -> None:
 
 
 def _put(function: Callable[..., torch.Tensor]) -> None:
-    torch._tensor._rebuild_from_type_v2 = function  # type: ignore[assignment]
+    torch._tensor._rebuild_from_type_v2 = function
     _weights_only_unpickler._get_allowed_globals.cache_clear()
