@@ -234,7 +234,7 @@ class Join:
             return flat.view(self._shape)
         if self._even is not None:
             split, order = self._even
-            return flat.view(split).permute(order).reshape(self._shape)
+            return flat.view(split).permute(order).reshape(self._shape).contiguous()  # reshape may give a view
         return self([part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes)])
 
 

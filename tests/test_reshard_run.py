@@ -24,6 +24,7 @@ from dtensor.placement import Partial, Placement, Shard, StridedShard
 from dtensor.reshard_layout import Space
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_run import known_move, redistribute_local, run_reshard
+from dtensor.spec import Spec
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -382,3 +383,27 @@ def memory_on_gloo(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_on_gloo_processes() -> None:
     run_ranks(4, [on_gloo, memory_on_gloo, overlapping_on_gloo, written_meanwhile_on_gloo], timeout=300).check()
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+def test_results_are_contiguous(mesh_shape: tuple[int, ...]) -> None:
+    """Kernels read them by their memory: also where parts of one element a dim would lie side by side as a view."""
+
+    def body() -> list[str]:
+        mesh, bad = init_device_mesh("cpu", mesh_shape), []
+        for full in ((4, 4, 5, 4), (6, 4, 2), (4, 4)):
+            kinds: list[Placement] = [R, Partial(), *(Shard(d) for d in range(len(full)))]
+            stride = torch.empty(full).stride()
+            for a, b in itertools.product(itertools.product(kinds, repeat=len(mesh_shape)), repeat=2):
+                if any(isinstance(p, Partial) for p in b):
+                    continue
+                src = Spec.make(mesh, a, full, stride, torch.float32)
+                local = torch.zeros(src.local_shape)
+                for late in (False, True):
+                    got = redistribute_local(local, src, src.with_placements(b), async_op=late)
+                    got = got.wait() if type(got).__name__ == "AsyncCollectiveTensor" else got
+                    if got is not local and not got.is_contiguous():
+                        bad.append(f"{full}: {a} -> {b}: {got.stride()}")
+        return bad
+
+    assert dtensor.simulate(4)(body)[0] == []
