@@ -36,7 +36,7 @@ QR_A, QR_TAU = torch.geqrf(rand(B, 5, 3, seed=8))
 LINALG = [
     _grad("cholesky", torch.linalg.cholesky, A),
     _plain("cholesky checked", lambda a: torch.linalg.cholesky_ex(a, check_errors=True), A),
-    *([_plain("cholesky of old", lambda a: aten.cholesky(a), A)] if hasattr(aten, "cholesky") else []),  # not in torch 2.14
+    *([_plain("cholesky of old", lambda a: aten.cholesky(a), A)] if hasattr(aten, "cholesky") else []),  # 2.14 has none
     _plain("cholesky_inverse", torch.cholesky_inverse, CHOLESKY),
     _grad("cholesky_solve", torch.cholesky_solve, M, CHOLESKY),
     _plain("_cholesky_solve_helper", lambda m, a: aten._cholesky_solve_helper(m, a, False), M, CHOLESKY),
