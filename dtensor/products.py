@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -42,7 +43,10 @@ _DTensor: Any = None
 _new: Callable[..., Any]
 _library: torch.library.Library | None = None
 _grad_enabled = torch.is_grad_enabled
+_requires_grad: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 _watching = torch._C._len_torch_dispatch_stack
+_ABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Before, what is dispatched further by a kernel of this key may meet torch's own check that its own was run."""
 _local_linear: Callable[..., torch.Tensor] = torch._C._nn.linear
 
 
@@ -50,7 +54,7 @@ def bind(cls: type, new: Callable[..., Any]) -> None:
     """Told by `dtensor.tensor` what a DTensor is and how one is made; from then on products are seen whole."""
     global _DTensor, _new
     _DTensor, _new = cls, new
-    see_whole(True)
+    see_whole(_ABLE)
 
 
 def see_whole(on: bool) -> None:
@@ -89,8 +93,38 @@ def _linear_grads_chain(x: Any, w: Any, g: Any, of_x: Spec, of_w: Spec, needs: N
     return dx, dw, db
 
 
-def _as_saved(t: Any, spec: Spec) -> bool:
-    """Whether a saved tensor is what it was, or was not needed."""
+def _kept(*tensors: Any) -> tuple[Any, ...]:
+    """What tells in backward whether tensors have their data still. That of leaves is held, else a hook may free it."""
+    return tuple(
+        None if t is None
+        else (t._spec, ref(t), t._local_tensor if t.is_leaf and _requires_grad(t) else ref(t._local_tensor))
+        for t in tensors
+    )  # fmt: skip
+
+
+def _as_kept(saved: tuple[Any, ...], kept: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The saved tensors with the data that they had: one that was given other data since (`x.data = y`) has it no more.
+
+    A tensor that a hook has put in the place of the saved one is as the hook made it.
+    """
+    return tuple(t if k is None else _unchanged(t, *k) for t, k in zip(saved, kept, strict=True))
+
+
+def _unchanged(t: Any, spec: Spec, whose: Any, local: Any) -> Any:
+    then = local() if type(local) is ref else local
+    if whose() is not t or t._local_tensor is then:
+        return t
+    if then is None or _grad_enabled():
+        raise RuntimeError(
+            f"a tensor of {spec} that is needed for a gradient was given other data after the forward\n"
+            "  rule: the gradient is that of the data which the forward saw\n"
+            "  fix: set x.data before the forward or after the backward"
+        )
+    return plain_wrapper(then, spec)
+
+
+def _is(t: Any, spec: Spec) -> bool:
+    """Whether a tensor is a DTensor of this spec, or was not needed."""
     return t is None or (type(t) is _DTensor and t._spec is spec)
 
 
@@ -99,19 +133,20 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Any, w: Any, b: Any, spec: Spec) -> Any:
         needs = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if needs[1] else None, w if needs[0] else None)
-        ctx.specs = x._spec, w._spec
+        saved = x if needs[1] else None, w if needs[0] else None
+        ctx.save_for_backward(*saved)
+        ctx.specs, ctx.kept = (x._spec, w._spec), _kept(*saved)
         return _linear_here(x, w, b, spec)
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         if g is None:
             return None, None, None, None
-        x, w = ctx.saved_tensors
+        x, w = _as_kept(ctx.saved_tensors, ctx.kept)
         of_x, of_w = ctx.specs
         needs = ctx.needs_input_grad
         D = _DTensor
-        if type(g) is D and _as_saved(x, of_x) and _as_saved(w, of_w) and not _grad_enabled() and not _watching():
+        if type(g) is D and _is(x, of_x) and _is(w, of_w) and not _grad_enabled() and not _watching():
             key = (_Linear, of_x, of_w, g._spec, needs)
             specs = plans.get(key, UNSEEN)
             if specs is UNSEEN:
@@ -119,16 +154,17 @@ class _Linear(torch.autograd.Function):
                 specs = try_chain(key, chain, (x, w, g))
             if specs is not None:
                 dx, dw, db = specs
-                shape, lg = of_x.local_shape, g._local_tensor
-                rows = shape[0] * shape[1]
-                if len(shape) == 3:
-                    lg = lg.reshape(rows, of_w.local_shape[0])
+                lg = g._local_tensor
+                rows = lg.shape[:-1]  # its own: where `x` is not needed, the gradient may be cut in another way
+                if len(rows) == 2:
+                    lg = lg.reshape(rows[0] * rows[1], lg.shape[2])
                 gx = gw = gb = None
                 if dx is not None:
-                    gx = _new(D, torch.mm(lg, w._local_tensor).view(shape), dx, requires_grad=False)
+                    lw = w._local_tensor
+                    gx = _new(D, torch.mm(lg, lw).view(*rows, lw.shape[1]), dx, requires_grad=False)
                 if dw is not None:
                     lx = x._local_tensor
-                    lx = lx.reshape(rows, shape[2]) if len(shape) == 3 else lx
+                    lx = lx.reshape(rows[0] * rows[1], lx.shape[2]) if len(rows) == 2 else lx
                     gw = _new(D, torch.mm(lg.t(), lx), dw, requires_grad=False)
                 if db is not None:
                     gb = _new(D, lg.sum(0), db, requires_grad=False)
@@ -177,21 +213,19 @@ def _matmul_grads_chain(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: N
     if of_y.ndim > 2:
         dx = composite(aten.matmul.default, g, y.transpose(-2, -1)) if needs[0] else None
         return dx, composite(aten.matmul.default, x.transpose(-2, -1), g) if needs[1] else None
-    return _matrix_grads(x, y, g, of_x.shape, of_y.shape[1], of_x, of_y, needs)
+    return _matrix_grads(x, y, g, of_x, of_y, needs)
 
 
-def _matrix_grads(
-    x: Any, y: Any, g: Any, shape: torch.Size, columns: int, of_x: Spec, of_y: Spec, needs: Needs
-) -> Results:
-    """The gradients of a product by a matrix, on DTensors or local tensors: `x` of `shape`, `y` of so many columns."""
-    flat, rows = len(shape) == 3, shape[0] * shape[1]
-    g = g.reshape(rows, columns) if flat else g
+def _matrix_grads(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
+    """The gradients of a product by a matrix, on DTensors or local tensors, of which `g` may be cut in its own way."""
+    flat, rows = g.ndim == 3, g.shape[:-1]
+    g = g.reshape(rows[0] * rows[1], g.shape[2]) if flat else g
     dx = dy = None
     if needs[0]:
         dx = torch.mm(y, g.t()).t() if not flat and _by_columns(of_x) else torch.mm(g, y.t())
-        dx = dx.view(shape) if flat else dx
+        dx = dx.view(*rows, y.shape[0]) if flat else dx
     if needs[1]:
-        x = x.reshape(rows, shape[2]) if flat else x
+        x = x.reshape(rows[0] * rows[1], x.shape[2]) if flat else x
         dy = torch.mm(g.t(), x).t() if _by_columns(of_y) else torch.mm(x.t(), g)
     return dx, dy
 
@@ -199,7 +233,7 @@ def _matrix_grads(
 def _matmul_grads_here(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
     """The same on local tensors, of which those are None that are not needed."""
     if of_y.ndim == 2:
-        return _matrix_grads(x, y, g, of_x.local_shape, of_y.local_shape[1], of_x, of_y, needs)
+        return _matrix_grads(x, y, g, of_x, of_y, needs)
     gx = torch.matmul(g, y.transpose(-2, -1)) if needs[0] else None
     return gx, torch.matmul(x.transpose(-2, -1), g) if needs[1] else None
 
@@ -209,19 +243,20 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Any, y: Any, spec: Spec) -> Any:
         needs = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if needs[1] else None, y if needs[0] else None)
-        ctx.specs = x._spec, y._spec
+        saved = x if needs[1] else None, y if needs[0] else None
+        ctx.save_for_backward(*saved)
+        ctx.specs, ctx.kept = (x._spec, y._spec), _kept(*saved)
         return _matmul_here(x, y, spec)
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         if g is None:
             return None, None, None
-        x, y = ctx.saved_tensors
+        x, y = _as_kept(ctx.saved_tensors, ctx.kept)
         of_x, of_y = ctx.specs
         needs = ctx.needs_input_grad
         D = _DTensor
-        if type(g) is D and _as_saved(x, of_x) and _as_saved(y, of_y) and not _grad_enabled() and not _watching():
+        if type(g) is D and _is(x, of_x) and _is(y, of_y) and not _grad_enabled() and not _watching():
             key = (_Matmul, of_x, of_y, g._spec, needs)
             specs = plans.get(key, UNSEEN)
             if specs is UNSEEN:

@@ -215,6 +215,31 @@ def test_saved_tensors_are_offered_to_hooks_and_watched_for_writes() -> None:
     simulate(2)(program)
 
 
+@pytest.mark.parametrize("f", [F.linear, torch.matmul])
+def test_gradients_are_of_the_data_that_forward_saw(f: Callable[..., torch.Tensor]) -> None:
+    """As in torch, which saves views: `w.data = ...` leaves the old data to a leaf's graph; else it is an error."""
+
+    def program() -> None:
+        x, w, _, _ = block()
+        x, w = (x, w) if f is F.linear else (x, w.detach().t().contiguous().requires_grad_())
+        want = torch.autograd.grad(f(x, w).sum(), (x, w))
+        out = f(x, w).sum()
+        w.data, x.data = w.data * 3, x.data * 3
+        for got, value in zip(torch.autograd.grad(out, (x, w)), want, strict=True):
+            assert torch.equal(got.full_tensor(), value.full_tensor())
+        h = x * 1.0
+        out = f(h, w).sum()
+        h.data = h.data * 3
+        with pytest.raises(RuntimeError, match="other data after the forward"):
+            torch.autograd.grad(out, (x, w))
+        frozen, h = w.detach(), x * 1.0
+        out = f(h, frozen)
+        h.add_(1.0)  # not needed for its own gradient
+        torch.autograd.grad(out.sum(), x)
+
+    simulate(2)(program)
+
+
 def test_results_may_be_written() -> None:
     def program() -> None:
         x, w, b, _ = block()
@@ -320,5 +345,30 @@ def test_lowered_and_compiled() -> None:
 
         for got, value in zip(dtensor.lower(step, x, w, b, v)(x, w, b, v), want, strict=True):
             torch.testing.assert_close(got.full_tensor(), value.full_tensor())
+
+    simulate(2)(program)
+
+
+def test_gradients_that_are_cut_in_a_way_of_their_own() -> None:
+    """Where an input is not needed, nothing makes the gradient of the result be cut as that input is."""
+    full = {
+        F.linear: (torch.randn(4, 6, 8), torch.randn(10, 8)),
+        torch.matmul: (torch.randn(4, 6, 8), torch.randn(8, 10)),
+    }
+    pull = torch.randn(4, 6, 10)
+    cuts: list[Any] = [R, Shard(0), Shard(1)]
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for f, needed in itertools.product(full, ((True, False), (False, True))):
+            values = full[f]
+            leaves = [t.clone().requires_grad_(n) for t, n in zip(values, needed, strict=True)]
+            f(*leaves).backward(pull)
+            for layout in itertools.product(cuts[:2], cuts, cuts):
+                *tensors, g = (distribute_tensor(t, mesh, [p]) for t, p in zip((*values, pull), layout, strict=True))
+                ours = [t.requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+                f(*ours).backward(g)
+                at = needed.index(True)
+                torch.testing.assert_close(ours[at].grad.full_tensor(), leaves[at].grad)
 
     simulate(2)(program)
