@@ -215,6 +215,35 @@ def test_saved_tensors_are_offered_to_hooks_and_watched_for_writes() -> None:
     simulate(2)(program)
 
 
+FROZEN = [(False, True), (True, False)]
+
+
+@pytest.mark.parametrize("name", ["linear of 3 dims", "matmul of 2 dims", "matmul of 3 dims by 2", "matmul of 3 dims"])
+def test_gradients_cut_in_their_own_way(name: str) -> None:
+    """What is not needed is not saved, and the gradient may be cut in another way than it."""
+    f, shapes = CASES[name]
+    torch.manual_seed(0)
+    full = [torch.randn(s) for s in shapes]
+    weigh = torch.randn(f(*full).shape)
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        cut = [[R, *map(Shard, range(t.ndim))] for t in (*full, weigh)]
+        for needs, *layouts in itertools.product(FROZEN, *cut):
+            x, y = (
+                distribute_tensor(t, mesh, [p]).requires_grad_(need)
+                for t, p, need in zip(full, layouts, needs, strict=False)
+            )
+            g = distribute_tensor(weigh, mesh, [layouts[2]])
+            (got,) = torch.autograd.grad(f(x, y), x if needs[0] else y, g)
+            plain = [t.clone().requires_grad_(need) for t, need in zip(full, needs, strict=True)]
+            (want,) = torch.autograd.grad(f(*plain), plain[0] if needs[0] else plain[1], weigh)
+            assert got.to_local().shape == got._spec.local_shape, (needs, layouts)
+            torch.testing.assert_close(got.full_tensor(), want)
+
+    simulate(2)(program)
+
+
 @pytest.mark.parametrize("f", [F.linear, torch.matmul])
 def test_gradients_are_of_the_data_that_forward_saw(f: Callable[..., torch.Tensor]) -> None:
     """As in torch, which saves views: `w.data = ...` leaves the old data to a leaf's graph; else it is an error."""
