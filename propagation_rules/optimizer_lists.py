@@ -34,7 +34,7 @@ _MOST = 1024
 _ONLY = {DTensor}
 _PLAIN = {torch.Tensor}
 _spec_of, _local_of = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
-_version_of = operator.attrgetter("_version")
+_version_of, _ndim_of = operator.attrgetter("_version"), operator.attrgetter("ndim")
 _alike: dict[tuple[tuple[Spec, ...], ...], bool] = {}
 """By the specs of the lists: whether, element by element, they are laid out alike."""
 
@@ -74,6 +74,8 @@ def _lists_of(args: Sequence[Any], named: dict[str, Any]) -> list[list[DTensor]]
                 found.append(a)
             elif not all(issubclass(k, torch.Tensor) and k is not DTensor for k in kinds):
                 return None  # some have no state yet
+            elif any(map(_ndim_of, a)):
+                return None  # more than numbers of steps: whose values are they, beside DTensors?
         elif isinstance(a, DTensor):
             return None
     if any(isinstance(a, DTensor) for a in named.values()):

@@ -27,7 +27,7 @@ from dtensor import (
 )
 from dtensor import dispatch as hot
 from dtensor.comm import observers
-from dtensor.errors import MeshError
+from dtensor.errors import MeshError, MixedTensorError
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -503,3 +503,15 @@ def test_a_step_on_plain_tensors_and_dtensors_is_a_write_into_both() -> None:
             some = [torch.ones(4), make(rand(4), mesh, [Shard(0)])]
             torch._foreach_add_(some, 1.0)
             assert some[0].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_plain_gradients_of_dtensors_are_refused(foreach: bool) -> None:
+    @simulate(2)
+    def ranks() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placements in ([Replicate()], [Shard(0)]):
+            p = nn.Parameter(make(rand(1, 4), mesh, placements))
+            p.grad = rand(1, 4)
+            with pytest.raises(MixedTensorError):
+                torch.optim.AdamW([p], lr=0.1, foreach=foreach).step()
