@@ -269,3 +269,16 @@ def test_optimizers_that_write_so(name: str) -> None:
         f(mesh)
 
     on(3, seeded)
+
+
+def test_a_row_of_a_parameters_data_is_written() -> None:
+    """What initialization of an embedding does to its padding row, on an uneven shard."""
+
+    def written(mesh: Any) -> None:
+        for layout in (S0, S1):
+            table = nn.Parameter(dtensor.distribute_tensor(torch.ones(5, 4), mesh, [layout]))
+            nn.init.zeros_(table.data[3])
+            assert table.full_tensor().sum(1).tolist() == [4.0, 4.0, 4.0, 0.0, 4.0]
+
+    for n in (2, 3, 4):
+        on(n, written)
