@@ -99,8 +99,9 @@ def price(model: CostModel, decision: Decision, inputs: Sequence[Spec]) -> float
             total -= axis_cost(model, src, dst.placements, a, nbytes)
         if len(axes) > 1:
             plan = plan_reshard(src, dst)
+            sent = [s for s in plan.steps if s.is_collective]
             total += plan.cost if model.by_seconds else sum(
-                s.launches * model.launch(s.axes) + model.transfer(s.nbytes, s.axes) for s in plan.steps if s.is_collective
+                s.launches * model.launch(s.axes) + model.transfer(s.nbytes, s.axes) for s in sent
             )
         elif axes:
             kind = _kind(src.placements[axes[0]], dst.placements[axes[0]])
