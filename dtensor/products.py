@@ -196,8 +196,8 @@ def _linear(keys: Any, x: Any, w: Any, b: Any = None) -> Any:
 
 # ------------------------------------------------------------ matmul
 def _matmul_chain(x: Any, y: Any) -> Results:
-    """torch's own chain: as many matrices as matrices, or two, or rows of three dims by one matrix."""
-    alike = x.ndim == y.ndim and x.ndim >= 2 and x.shape[:-2] == y.shape[:-2]
+    """torch's own chain: as many matrices as matrices, or rows of three dims by one matrix."""
+    alike = x.ndim == y.ndim and x.ndim > 2 and x.shape[:-2] == y.shape[:-2]
     if not alike and not (x.ndim == 3 and y.ndim == 2 and is_contiguous(x._spec)):
         raise GaveUp("no chain that is known here")
     return (composite(aten.matmul.default, x, y),)
@@ -208,32 +208,31 @@ def _by_columns(spec: Spec) -> bool:
     return spec.stride[0] == 1 and spec.stride[1] == spec.shape[0]
 
 
-def _matmul_grads_chain(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
+def _matmul_grads_chain(x: Any, y: Any, g: Any, of_y: Spec, needs: Needs) -> Results:
     """The gradients of a product, as autograd has them of the ops that it is made of: products again."""
     if of_y.ndim > 2:
         dx = composite(aten.matmul.default, g, y.transpose(-2, -1)) if needs[0] else None
         return dx, composite(aten.matmul.default, x.transpose(-2, -1), g) if needs[1] else None
-    return _matrix_grads(x, y, g, of_x, of_y, needs)
+    return _matrix_grads(x, y, g, of_y, needs)
 
 
-def _matrix_grads(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
-    """The gradients of a product by a matrix, on DTensors or local tensors, of which `g` may be cut in its own way."""
-    flat, rows = g.ndim == 3, g.shape[:-1]
-    g = g.reshape(rows[0] * rows[1], g.shape[2]) if flat else g
+def _matrix_grads(x: Any, y: Any, g: Any, of_y: Spec, needs: Needs) -> Results:
+    """The gradients of rows of three dims by a matrix, on DTensors or local tensors; `g` may be cut in its own way."""
+    rows = g.shape[:-1]
+    g = g.reshape(rows[0] * rows[1], g.shape[2])
     dx = dy = None
     if needs[0]:
-        dx = torch.mm(y, g.t()).t() if not flat and _by_columns(of_x) else torch.mm(g, y.t())
-        dx = dx.view(*rows, y.shape[0]) if flat else dx
+        dx = torch.mm(g, y.t()).view(*rows, y.shape[0])
     if needs[1]:
-        x = x.reshape(rows[0] * rows[1], x.shape[2]) if flat else x
+        x = x.reshape(rows[0] * rows[1], x.shape[2])
         dy = torch.mm(g.t(), x).t() if _by_columns(of_y) else torch.mm(x.t(), g)
     return dx, dy
 
 
-def _matmul_grads_here(x: Any, y: Any, g: Any, of_x: Spec, of_y: Spec, needs: Needs) -> Results:
+def _matmul_grads_here(x: Any, y: Any, g: Any, of_y: Spec, needs: Needs) -> Results:
     """The same on local tensors, of which those are None that are not needed."""
     if of_y.ndim == 2:
-        return _matrix_grads(x, y, g, of_x, of_y, needs)
+        return _matrix_grads(x, y, g, of_y, needs)
     gx = torch.matmul(g, y.transpose(-2, -1)) if needs[0] else None
     return gx, torch.matmul(x.transpose(-2, -1), g) if needs[1] else None
 
@@ -260,17 +259,17 @@ class _Matmul(torch.autograd.Function):
             key = (_Matmul, of_x, of_y, g._spec, needs)
             specs = plans.get(key, UNSEEN)
             if specs is UNSEEN:
-                chain = partial(_matmul_grads_chain, of_x=of_x, of_y=of_y, needs=needs)
+                chain = partial(_matmul_grads_chain, of_y=of_y, needs=needs)
                 specs = try_chain(key, chain, (x, y, g))
             if specs is not None:
                 lx, ly = (None if t is None else t._local_tensor for t in (x, y))
-                found = _matmul_grads_here(lx, ly, g._local_tensor, of_x, of_y, needs)
+                found = _matmul_grads_here(lx, ly, g._local_tensor, of_y, needs)
                 dx, dy = (
                     None if s is None else _new(D, t, s, requires_grad=False)
                     for t, s in zip(found, specs, strict=True)
                 )  # fmt: skip
                 return dx, dy, None
-        return *_matmul_grads_chain(x, y, g, of_x, of_y, needs), None
+        return *_matmul_grads_chain(x, y, g, of_y, needs), None
 
 
 def _matmul_here(x: Any, y: Any, spec: Spec) -> Any:
@@ -282,9 +281,12 @@ def _matmul_here(x: Any, y: Any, spec: Spec) -> Any:
 
 
 def _matmul(keys: Any, x: Any, y: Any) -> Any:
-    """`aten::matmul` above autograd, on at least one tensor of a Python class."""
+    """`aten::matmul` above autograd, on at least one tensor of a Python class.
+
+    Two matrices are one `mm` in torch's chain, and two or four ops in backward: whole they would cost more.
+    """
     D = _DTensor
-    if type(x) is D and type(y) is D and is_usual(keys):
+    if type(x) is D and type(y) is D and len(x._spec.shape) > 2 and is_usual(keys):
         key = (x._spec, y._spec)
         specs = plans.get(key, UNSEEN)
         if specs is UNSEEN:

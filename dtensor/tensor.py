@@ -588,7 +588,9 @@ def _watch(leaf: DTensor) -> None:
         )
         if target == got:
             return grad
-        refuse_layout(f"the gradient of a leaf laid out as {spec}", grad._local_tensor, "embedding(..., sparse=False)")
+        if grad._local_tensor.layout is not torch.strided or grad._local_tensor.is_nested:
+            call = f"the gradient of a leaf laid out as {spec}"
+            refuse_layout(call, grad._local_tensor, "embedding(..., sparse=False)")
         return _internal(grad, target)
 
     leaf.register_hook(hook)
