@@ -42,7 +42,7 @@ TOLERANCE = {
             "case_ddp_over_tp_with_a_group", "case_ddp_over_tp_with_checkpointing", "case_activation_checkpointing",
             "case_activation_checkpointing_and_fsdp", "case_compile_aot_eager", "case_pipeline_gpipe",
             "case_pipeline_1f1b", "case_full_state", "case_optimizer_in_backward", "case_parts_of_the_state",
-            "case_plain_state_dicts",
+            "case_plain_state_dicts", "case_the_older_fsdp_over_tp",
             "case_saving_in_the_background", "case_to_one_file_and_back",
         ),
         ROUNDING,
@@ -68,7 +68,7 @@ CASES = [
 
 TWO = {
     "fsdp": "prefetch reshard_after_forward offload shard_along_another_dim tied_ignored_and_frozen from_meta "
-    "gradient_division mixed_precision_all_low replicate the_older_fsdp",
+    "gradient_division mixed_precision_all_low replicate the_older_fsdp the_older_fsdp_over_tp",
     "checkpoints": "parts_of_the_state plain_state_dicts saving_in_the_background to_one_file_and_back full_state",
     "training": "optimizers_in_a_loop optimizers_foreach rprop muon adafactor averaged_model autocast compile_inductor "
     "optimizer_in_backward "

@@ -77,6 +77,7 @@ OURS: dict[str, dict[str, str]] = {
         name: f"dtensor.swap.data_parallel:{name}"
         for name in ("_localize_dtensor", "_pre_dp_module_transform", "_reconstruct_dtensor")
     },
+    f"{_TENSOR}.parallel.fsdp": {"DTensorExtensions": "dtensor.swap.older_fsdp:DTensorExtensions"},
     f"{_TENSOR}.parallel.input_reshard": {"input_reshard": "parallel:input_reshard"},
     f"{_TENSOR}.experimental": {
         name: f"dtensor.experimental:{name}" for name in ("implicit_replication", "local_map", "register_sharding")
@@ -94,7 +95,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "Redistribute": "use DTensor.redistribute",
         "disable_redistribute_transform_optimization": "plans of this engine have no such stage",
     },
-    f"{_TENSOR}.parallel.fsdp": {"DTensorExtensions": "use fully_shard; the older FSDP over tensor parallelism"},
     f"{_TENSOR}._ops.utils": {"register_op_strategy": "use register_sharding, or dtensor.registry.register"},
     f"{_TENSOR}._ops.single_dim_strategy": {
         "register_single_dim_strategy": "use register_sharding, or dtensor.registry.register"

@@ -351,3 +351,30 @@ def case_the_older_fsdp(world):
         close([whole[name] for name, _ in plain.named_parameters()], [p.detach() for p in plain.parameters()])
         found += whole.values()
     return found
+
+
+def case_the_older_fsdp_over_tp(world):
+    """As in the examples that came before `fully_shard`; what is saved sharded is loaded into another model."""
+    dp = world // 2
+    mesh = grid(dp, 2)
+    plain, data = made(), batches(STEPS, 4 * world)
+    its = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, data, its)
+
+    def wrapped(seed):
+        model = made(seed=seed)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        return FullyShardedDataParallel(model, device_mesh=mesh["dp"], **options)
+
+    model = wrapped(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    train(model, data.chunk(dp, 1)[mesh.get_local_rank("dp")], optimizer)
+    state = get_model_state_dict(model)
+    assert all(isinstance(t, DTensor) for t in state.values())
+    assert state["0.weight"].placements == (Shard(0), Shard(0)) and state["0.weight"].shape == (12, 10)
+    other = wrapped(4)
+    set_model_state_dict(other, state)
+    found = [t.full_tensor() for t in get_model_state_dict(other).values()]
+    close(found, [p.detach() for p in plain.parameters()])
+    return found
