@@ -56,7 +56,7 @@ class C10dCommunicator(Communicator):
     `axis`: what errors call the axis, with its quotes; "" where there is nothing to call it.
     """
 
-    __slots__ = ("_nccl", "_order", "axis", "group", "name")
+    __slots__ = ("_launches", "_nccl", "_order", "axis", "group", "name")
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, axis: str = "") -> None:
         super().__init__(ranks, rank)
@@ -69,6 +69,13 @@ class C10dCommunicator(Communicator):
         order = [place[r] for r in self.ranks]
         self._order: list[int] | None = None if order == sorted(order) else order
         self._nccl = "nccl" in c10d.get_backend_config(group)
+        self._launches: bool | None = None
+
+    def has_launches(self, device: torch.device) -> bool:
+        """True where the group can launch several collectives on tensors of `device` as one: `dtensor.comm_together`."""
+        if self._launches is None:
+            self._launches = self._nccl and bool(self.group._get_backend(device).supports_coalescing)
+        return self._launches
 
     def _by_group_rank(self, values: Sequence[Any]) -> Sequence[Any]:
         """`values`, one a position, in the order of the group's ranks."""

@@ -9,6 +9,9 @@ Three ways to issue one, by what the caller wants and what the tensor is:
                                       current then wait for the group's; the host never waits
     on the CPU, and in a trace        functional collectives, which a graph can hold; waiting for one takes the host
 
+Several that are independent can be one launch on an accelerator: they join the one that is `gathering.now`
+(`dtensor.comm_together`).
+
 A group that fails (a timeout, an abort, a peer that is gone) raises where a collective is issued or waited for. Such an
 error is raised again as a `CollectiveError` (`dtensor.comm_failure`), which says what it was.
 """
@@ -16,8 +19,9 @@ error is raised again as a `CollectiveError` (`dtensor.comm_failure`), which say
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +30,9 @@ from torch.distributed import distributed_c10d as c10d
 from dtensor.comm_failure import Place, failed, note
 from dtensor.comm_wire import eager, waited
 
-__all__ = ["Sent", "all_gather", "all_reduce", "all_to_all", "broadcast", "in_queue", "issued", "reduce_scatter"]
+__all__ = [
+    "Sent", "all_gather", "all_reduce", "all_to_all", "broadcast", "gathering", "in_queue", "issued", "reduce_scatter",
+]  # fmt: skip
 
 _F = torch.ops._c10d_functional
 _wait: Callable[[torch.Tensor], torch.Tensor] = _F.wait_tensor.default
@@ -46,11 +52,32 @@ def in_queue(x: torch.Tensor) -> bool:
     return x.device.type != "cpu" and not BLOCKING and eager(x)
 
 
+class Launch(Protocol):
+    """Several collectives of one group that are launched as one: see `dtensor.comm_together`."""
+
+    def issue(
+        self, place: Place, kind: str, out: torch.Tensor, call: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        """Add `call(*args)`, a method of the group that fills `out`."""
+
+    def wait(self) -> None:
+        """Nothing, once the launch is over and waited for. Raises RuntimeError before."""
+
+
+class _Gathering(threading.local):
+    """The launch that this thread's asynchronous collectives of queued tensors join; None where each goes alone."""
+
+    now: Launch | None = None
+
+
+gathering = _Gathering()
+
+
 class Sent:
     """A collective that was issued: `wait()` gives the tensor `out` that it fills, ready for the current stream.
 
     `work`: what the group returned; None where `out` is in the current stream's queue already, `_wait` for functional
-    collectives.
+    collectives, a `Launch` for one of several.
     """
 
     __slots__ = ("kind", "out", "place", "work")
@@ -81,7 +108,11 @@ class Sent:
 def issued(place: Place, kind: str, out: torch.Tensor, call: Callable[..., Any], *args: Any) -> Sent:
     """`call(*args)`, a method of the group that fills `out` and returns a work, or None once `out` is in the queue."""
     note(place, kind, out)
+    launch = gathering.now
     try:
+        if launch is not None:
+            launch.issue(place, kind, out, call, args)
+            return Sent(place, kind, out, launch)
         return Sent(place, kind, out, call(*args))
     except RuntimeError as e:
         raise failed(place, kind, out, e) from e
@@ -104,35 +135,35 @@ def _private(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 def all_reduce(place: Place, x: torch.Tensor, of: torch.Tensor, wire: str, async_op: bool) -> Sent:
     """`x`, which was encoded of `of` or is `of`, reduced with the group's own `wire`; neither is written to."""
-    if async_op or not in_queue(x):
+    if (async_op and gathering.now is None) or not in_queue(x):
         return _functional(place, "all_reduce", x.contiguous(), _F.all_reduce.default, wire)
     out = _private(waited(x), of)
     options = dist.AllreduceOptions()
     options.reduceOp = _NATIVE[wire]  # type: ignore[assignment]
-    options.asyncOp = False
+    options.asyncOp = async_op
     return issued(place, "all_reduce", out, place.group.allreduce, [out], options)
 
 
 def all_gather(place: Place, flat: torch.Tensor, async_op: bool) -> Sent:
     """All positions' `flat` in one tensor, by group rank."""
-    if async_op or not in_queue(flat):
+    if (async_op and gathering.now is None) or not in_queue(flat):
         return _functional(place, "all_gather", flat, _F.all_gather_into_tensor.default, place.size)
     flat = waited(flat)
     out = flat.new_empty(place.size * flat.numel())
     options = c10d.AllgatherOptions()
-    options.asyncOp = False
+    options.asyncOp = async_op
     return issued(place, "all_gather", out, place.group._allgather_base, out, flat, options)
 
 
 def reduce_scatter(place: Place, flat: torch.Tensor, wire: str, async_op: bool) -> Sent:
     """The reduction of this position's part of `flat` (1-D, parts of equal size, by group rank)."""
-    if async_op or not in_queue(flat):
+    if (async_op and gathering.now is None) or not in_queue(flat):
         return _functional(place, "reduce_scatter", flat, _F.reduce_scatter_tensor.default, wire, place.size)
     flat = waited(flat)
     out = flat.new_empty(flat.numel() // place.size)
     options = dist.ReduceScatterOptions()
     options.reduceOp = _NATIVE[wire]  # type: ignore[assignment]
-    options.asyncOp = False
+    options.asyncOp = async_op
     return issued(place, "reduce_scatter", out, place.group._reduce_scatter_base, out, flat, options)
 
 
@@ -140,21 +171,21 @@ def all_to_all(
     place: Place, flat: torch.Tensor, arrive: Sequence[int], leave: Sequence[int], async_op: bool
 ) -> Sent:  # fmt: skip
     """What the others sent, one after the other by group rank. `arrive`, `leave`: elements from and to each."""
-    if async_op or not in_queue(flat):
+    if (async_op and gathering.now is None) or not in_queue(flat):
         return _functional(place, "all_to_all", flat, _F.all_to_all_single.default, list(arrive), list(leave))
     flat = waited(flat)
     out = flat.new_empty(sum(arrive))
     options = c10d.AllToAllOptions()
-    options.asyncOp = False
+    options.asyncOp = async_op
     return issued(place, "all_to_all", out, place.group.alltoall_base, out, flat, list(arrive), list(leave), options)
 
 
 def broadcast(place: Place, flat: torch.Tensor, root: int, async_op: bool) -> Sent:
     """The `flat` of group rank `root`, in a new tensor."""
-    if async_op or not in_queue(flat):
+    if (async_op and gathering.now is None) or not in_queue(flat):
         return _functional(place, "broadcast", flat, _F.broadcast.default, root)
     out = waited(flat).clone()
     options = c10d.BroadcastOptions()
     options.rootRank = root
-    options.asyncOp = False
+    options.asyncOp = async_op
     return issued(place, "broadcast", out, place.group.broadcast, [out], options)

@@ -34,6 +34,7 @@ from dtensor.placement import Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
+from dtensor.reshard_together import may_meet, redistribute_together
 from dtensor.rule_absent import notice, refuse_strict, replicated_rule
 from dtensor.spec import Spec, TensorMeta
 from dtensor.strides import in_order
@@ -57,11 +58,14 @@ class ListPlan:
         run, new, D = info.run, hot._new, hot._DTensor
         returns = bool(info.func._schema.returns) and not info.written
         groups = list(_grouped(moves))
+        together = may_meet([group[0][2] for group in groups])
 
         def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
             if groups:
                 local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
-                for group in groups:
+                if together:
+                    _move_all(groups, local, named)
+                for group in groups if not together else ():
                     boxes = [local[at] if isinstance(at, int) else named[at] for at, *_ in group]
                     parts = [box[i] for box, (_, i, _, _) in zip(boxes, group, strict=True)]
                     for box, (_, i, _, _), moved in zip(boxes, group, _moved(parts, group), strict=True):
@@ -93,13 +97,36 @@ def _grouped(moves: Sequence[Move]) -> Iterator[list[Move]]:
 
 def _moved(parts: Sequence[torch.Tensor], group: Sequence[Move]) -> list[torch.Tensor]:
     """The local tensors of a group in their new layouts, by one redistribution."""
+    return _apart([redistribute_local(*move) for move in _in_one(parts, group)], parts)
+
+
+def _in_one(parts: Sequence[torch.Tensor], group: Sequence[Move]) -> list[tuple[torch.Tensor, Spec, Spec]]:
+    """The redistributions of a group: one, of all parts in a row, except on ranks outside the mesh."""
     _, _, src, dst = group[0]
     if len(group) == 1 or src.mesh.coord is None:
-        return [redistribute_local(t, s, d) for t, (_, _, s, d) in zip(parts, group, strict=True)]
+        return [(t, s, d) for t, (_, _, s, d) in zip(parts, group, strict=True)]
     flat = torch.cat([t.reshape(-1) for t in parts])
     as_one = Spec.make(src.mesh, src.placements, flat.shape, (1,), src.dtype)
-    flat = redistribute_local(flat, as_one, as_one.with_placements(dst.placements))
-    return [f.view(t.shape) for f, t in zip(flat.split([t.numel() for t in parts]), parts, strict=True)]
+    return [(flat, as_one, as_one.with_placements(dst.placements))]
+
+
+def _apart(moved: list[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `_in_one` made one, once it has moved, as the tensors it was made of."""
+    if len(moved) == len(parts):
+        return moved
+    return [f.view(t.shape) for f, t in zip(moved[0].split([t.numel() for t in parts]), parts, strict=True)]
+
+
+def _move_all(groups: Sequence[Sequence[Move]], local: list[Any], named: dict[str, Any]) -> None:
+    """All groups at once, where several collectives can be one launch; into the lists `local` and `named` hold."""
+    named.update((name, list(x)) for name, x in named.items() if isinstance(x, list))
+    boxes = [[local[at] if isinstance(at, int) else named[at] for at, *_ in group] for group in groups]
+    parts = [[box[i] for box, (_, i, _, _) in zip(b, g, strict=True)] for b, g in zip(boxes, groups, strict=True)]
+    jobs = [_in_one(p, g) for p, g in zip(parts, groups, strict=True)]
+    moved = iter(redistribute_together([move for job in jobs for move in job]))
+    for group, some, of, job in zip(groups, boxes, parts, jobs, strict=True):
+        for box, (_, i, _, _), new in zip(some, group, _apart([next(moved) for _ in job], of), strict=True):
+            box[i] = new
 
 
 def base_entry(info: OpInfo) -> Entry | None:

@@ -26,6 +26,7 @@ from dtensor.moved import MovedSpec
 from dtensor.placement import Shard, StridedShard
 from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry
+from dtensor.reshard_together import may_meet, redistribute_together
 from dtensor.rule_absent import guarded, is_of_torch, no_rule, notice, refuse_strict, replicated_rule, strictness
 from dtensor.spec import Spec
 
@@ -83,17 +84,47 @@ def miss(
         hot.store(info, key, execute)
         return result
     names = [a.name for a in info.func._schema.arguments][: len(args)]
-    plan = Plan(info, call, decision, structure, names)
+    kind = GroupedPlan if meets(call, decision) else Plan
+    plan = kind(info, call, decision, structure, names)
     result = plan.execute(local, named, args)
     if not info.written:
         own = plan.kernel is None and plan.run is info.run and (rule.bind is None or not _may_be_empty(decision))
         actual = actual_outputs(decision, result) if own else decision
         if actual is not decision:
-            plan = Plan(info, call, actual, structure, names)
+            plan = kind(info, call, actual, structure, names)
             result = _rewrapped(result, actual)
         check_locals(actual, result)
     hot.store(info, key, plan.execute if found else guarded(plan.execute, info, call, 1))
     return result
+
+
+class GroupedPlan(Plan):
+    """A plan whose inputs move at once: on an accelerator their collectives may be one launch."""
+
+    __slots__ = ()
+
+    def local_inputs(self, local: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """As a plan's; what moves, moves before the rest."""
+        local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
+        boxes: list[tuple[Any, Any]] = []
+        for i, _, _ in self.moves:
+            at, sub = self.places[i]
+            box: Any = local if isinstance(at, int) else named
+            boxes.append((box, at) if sub is None else (box[at], sub))
+        jobs = [(box[at], src, dst) for (box, at), (_, src, dst) in zip(boxes, self.moves, strict=True)]
+        for (box, at), moved in zip(boxes, redistribute_together(jobs), strict=True):
+            box[at] = moved
+        for at, name, value in self.overrides:
+            if at < len(local):
+                local[at] = value
+            else:
+                named[name] = value
+        return local, named
+
+
+def meets(call: Call, decision: Decision) -> bool:
+    """True where several inputs move whose collectives may be one launch."""
+    return may_meet([s for s, d in zip(call.inputs, decision.inputs, strict=True) if s is not d])
 
 
 def _may_be_empty(decision: Decision) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dtensor.comm import Pending, traced
+from dtensor.comm_sent import gathering
 from dtensor.errors import CollectiveError
 
 __all__ = ["arriving", "belongs_to", "unwaited"]
@@ -17,8 +18,11 @@ __all__ = ["arriving", "belongs_to", "unwaited"]
 def unwaited(finish: Callable[[], torch.Tensor], like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous tensor of `shape`, and of the dtype and device of `like`, that calls `finish` when first used.
 
-    It is an `AsyncCollectiveTensor`, so code that looks for one and calls `wait()` works.
+    It is an `AsyncCollectiveTensor`, so code that looks for one and calls `wait()` works. For who launches several
+    collectives as one (`dtensor.reshard_together`), and waits at once, the bare `Pending` will do.
     """
+    if gathering.now is not None:
+        return Pending(finish=finish)  # type: ignore[return-value]
     made: torch.Tensor = _unwaited_class()(finish, like, shape)
     return made
 

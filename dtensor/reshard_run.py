@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
+from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
 from dtensor.placement import Partial, Placement
@@ -210,7 +211,7 @@ def _late(result: torch.Tensor | Pending[torch.Tensor], like: torch.Tensor, shap
 
 def _private(x: torch.Tensor, async_op: bool) -> torch.Tensor:
     """`x`, as a copy where the caller may write to it before it has been sent."""
-    return x.clone(memory_format=torch.contiguous_format) if async_op else x
+    return x.clone(memory_format=torch.contiguous_format) if async_op and gathering.now is None else x
 
 
 def _pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> Pending[list[torch.Tensor]]:
@@ -257,7 +258,7 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
         if not even:
             return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
-        pending = comm.reduce_scatter_flat(take.flat(x, async_op), op, async_op=async_op)
+        pending = comm.reduce_scatter_flat(take.flat(x, async_op and gathering.now is None), op, async_op=async_op)
         return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
 
     return _in_wire(run, step, shape)
@@ -364,7 +365,7 @@ def _exchange_all(
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        pending = comm.all_to_all_flat(take.flat(x, async_op), leave, arrive, async_op=async_op)
+        pending = comm.all_to_all_flat(take.flat(x, async_op and gathering.now is None), leave, arrive, async_op=async_op)
         if async_op:
             return unwaited(lambda: join.of_flat(pending.wait()), x, out_shape)
         return join.of_flat(pending.wait())

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from environment import Environment, Skip, close
 
-from dtensor import comm_sent
+from dtensor import Partial, Placement, Replicate, Shard, comm_sent
 from dtensor.comm import Communicator
 from dtensor.comm_c10d import C10dCommunicator
 from dtensor.reductions import reduce_tensors
+from dtensor.reshard_run import redistribute_local
+from dtensor.reshard_together import redistribute_together
+from dtensor.spec import Spec
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
@@ -129,6 +132,23 @@ def case_one_rank(env: Environment) -> None:
             swapped = torch.cat([t[4 * env.rank : 4 * env.rank + 4] for t in every])
             close(comm_sent.all_to_all(place, x, n, n, late).wait(), swapped, 0, 0, "all_to_all")
             close(comm_sent.broadcast(place, x, 0, late).wait(), every[0], 0, 0, "broadcast")
+
+
+def case_one_launch(env: Environment) -> None:
+    """Several small moves of one group give together what they give one by one; ten rounds, as memory is used again."""
+    ends: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
+    for mesh in env.meshes():
+        rest = (Replicate(),) * (mesh.ndim - 1)
+        for turn in range(2 if env.quick else 10):
+            moves = []
+            for a in ends:
+                for b in ends[:3]:
+                    n = 8 * env.world
+                    src = Spec.make(mesh, (a, *rest), (n, n), (n, 1), torch.float32)
+                    local = _values(env, torch.float32, src.local_shape, env.rank + turn)
+                    moves.append((local, src, src.with_placements((b, *rest))))
+            for got, move in zip(redistribute_together(moves), moves, strict=True):
+                close(got, redistribute_local(*move), 1e-5, 1e-5, (mesh, move[1:]))
 
 
 def case_groups(env: Environment) -> None:
