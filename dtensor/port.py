@@ -65,7 +65,9 @@ def _home(module: str, name: str) -> tuple[str, str] | None:
         if name in names:
             there, _, attribute = names[name].partition(":")
             for package in ("dtensor", "parallel", "dtensor.experimental", "dtensor.debug"):
-                if (is_under(there, (package,))) and attribute in getattr(import_module(package), "__all__"):  # noqa: B009
+                # What stands in for a style's function while torch's names are swapped is `parallel`'s own otherwise.
+                ours = is_under(there, (package,)) or (package == "parallel" and there == "dtensor.swap.stand_ins")
+                if ours and attribute in getattr(import_module(package), "__all__"):  # noqa: B009
                     return package, attribute
             return there, attribute
     return None

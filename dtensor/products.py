@@ -54,7 +54,7 @@ def bind(cls: type, new: Callable[..., Any]) -> None:
     """Told by `dtensor.tensor` what a DTensor is and how one is made; from then on products are seen whole."""
     global _DTensor, _new
     _DTensor, _new = cls, new
-    see_whole(_ABLE)
+    see_whole(True)
 
 
 def see_whole(on: bool) -> None:
@@ -62,7 +62,7 @@ def see_whole(on: bool) -> None:
     global _library
     if _library is not None:
         _library._destroy()
-    _library = torch.library.Library("aten", "IMPL") if on else None
+    _library = torch.library.Library("aten", "IMPL") if on and _ABLE else None
     if _library is not None:
         _library.impl("linear", _linear, "PythonTLSSnapshot", with_keyset=True)
         _library.impl("matmul", _matmul, "PythonTLSSnapshot", with_keyset=True)

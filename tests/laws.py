@@ -31,6 +31,7 @@ import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
+from dtensor import products
 from dtensor import tensor as tensor_module
 from dtensor.dispatch_call import flat as arguments_of
 from dtensor.dispatch_call import make_call, map_args, output_metas
@@ -263,9 +264,10 @@ def _run_once(sample: Sample, shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def _checking(limit: int) -> Iterator[dict[str, Any]]:
-    """Every op dispatched inside has its strategies checked first."""
+    """Every op dispatched inside has its strategies checked first; linear layers and products come op by op."""
     found: dict[str, Any] = {"right": 0, "wrong": []}
     plain = tensor_module._run
+    products.see_whole(False)
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         check_op(func, args, kwargs or {}, found, limit)
@@ -276,6 +278,7 @@ def _checking(limit: int) -> Iterator[dict[str, Any]]:
         yield found
     finally:
         tensor_module._run = plain
+        products.see_whole(True)
 
 
 def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: int) -> None:
