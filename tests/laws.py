@@ -28,10 +28,9 @@ from typing import Any
 import torch
 
 import dtensor
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, products
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
-from dtensor import products
 from dtensor import tensor as tensor_module
 from dtensor.dispatch_call import flat as arguments_of
 from dtensor.dispatch_call import make_call, map_args, output_metas
