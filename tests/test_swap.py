@@ -111,6 +111,13 @@ with warnings.catch_warnings(record=True) as caught:
     tp.parallelize_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh, {"head": tp.ColwiseParallel()})
 assert ["'head', which is not there: skipped" in str(w.message) for w in caught] == [True], caught
 
+# rules for torch's engine are passed over, with a warning
+from torch.distributed.tensor._ops.utils import register_op_strategy
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert register_op_strategy(torch.ops.aten._foreach_sign_.default)(len) is len
+assert ["register_sharding" in str(w.message) for w in caught] == [True], caught
+
 # a whole tensor of this mesh with the shape that it has on another one, as layers of sharding hand it on
 eight = TensorMeta(torch.Size([8, 3]), (3, 1), torch.float32)
 specs = [DTensorSpec(mesh, (p,), tensor_meta=eight) for p in (dt.Replicate(), dt.Shard(0))]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from dtensor.device_mesh import DeviceMesh
 from dtensor.placement import Placement
 from dtensor.spec import Spec
-from dtensor.swap.names import ENGINE, HOLDERS_OF_TORCHS_OWN, OURS, REFUSED, is_under
+from dtensor.swap.names import ENGINE, HOLDERS_OF_TORCHS_OWN, OURS, PASSED_OVER, REFUSED, is_under
 from dtensor.tensor import DTensor
 
 __all__ = ["Facade", "Mapping", "SwapError", "load_names"]
@@ -98,11 +99,12 @@ def load_names(mapping: Mapping) -> None:
             there, _, attribute = place.partition(":")
             real = getattr(importlib.import_module(module), name)
             mapping.ours[id(real)] = (real, getattr(importlib.import_module(there), attribute))
-    for module, hints in REFUSED.items():
-        for name, hint in hints.items():
-            real = getattr(sys.modules.get(module), name, None)
-            if real is not None:
-                mapping.ours[id(real)] = (real, _refusal(f"{module}.{name}", hint))
+    for table, stand_in in ((REFUSED, _refusal), (PASSED_OVER, _passed_over)):
+        for module, hints in table.items():
+            for name, hint in hints.items():
+                real = getattr(sys.modules.get(module), name, None)
+                if real is not None:
+                    mapping.ours[id(real)] = (real, stand_in(f"{module}.{name}", hint))
 
 
 def _refusal(name: str, hint: str) -> type:
@@ -112,6 +114,16 @@ def _refusal(name: str, hint: str) -> type:
         raise SwapError(f"{name} has no counterpart in this engine: {hint}")
 
     return type(name.rpartition(".")[2], (), {"__new__": refuse, "__module__": __name__, "__doc__": hint})
+
+
+def _passed_over(name: str, hint: str) -> Callable[..., Any]:
+    """A function that makes a decorator which leaves what it decorates as it is, with a warning."""
+
+    def register(op: object, *args: object, **kwargs: object) -> Callable[[Any], Any]:
+        warnings.warn(f"{name} of {op} tells torch's engine alone where it may be cut: {hint}", stacklevel=2)
+        return lambda rule: rule
+
+    return register
 
 
 def _guard(function: Callable[..., object], name: str) -> Callable[..., object]:

@@ -7,7 +7,7 @@ modules define for themselves.
 
 from __future__ import annotations
 
-__all__ = ["ENGINE", "HOLDERS_OF_TORCHS_OWN", "MODULES", "OURS", "REFUSED", "ROOTS", "is_under"]
+__all__ = ["ENGINE", "HOLDERS_OF_TORCHS_OWN", "MODULES", "OURS", "PASSED_OVER", "REFUSED", "ROOTS", "is_under"]
 
 ROOTS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.device_mesh")
 """What is swapped: these modules and everything under them."""
@@ -95,12 +95,17 @@ REFUSED: dict[str, dict[str, str]] = {
         "Redistribute": "use DTensor.redistribute",
         "disable_redistribute_transform_optimization": "plans of this engine have no such stage",
     },
+}
+"""Names whose work would be lost without a word if torch's stayed: calling them says so, and what to do."""
+
+PASSED_OVER: dict[str, dict[str, str]] = {
     f"{_TENSOR}._ops.utils": {"register_op_strategy": "use register_sharding, or dtensor.registry.register"},
     f"{_TENSOR}._ops.single_dim_strategy": {
         "register_single_dim_strategy": "use register_sharding, or dtensor.registry.register"
     },
 }
-"""Names whose work would be lost without a word if torch's stayed: calling them says so, and what to do."""
+"""Decorators that tell torch's engine where an op may be cut. Numbers do not hang on them: they are passed over with a
+warning, and the op has this engine's rule, or works on gathered inputs."""
 
 
 def is_under(module: str, roots: tuple[str, ...]) -> bool:
