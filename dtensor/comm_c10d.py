@@ -72,7 +72,7 @@ class C10dCommunicator(Communicator):
         self._launches: bool | None = None
 
     def has_launches(self, device: torch.device) -> bool:
-        """True where the group can launch several collectives on tensors of `device` as one: `dtensor.comm_together`."""
+        """True where the group can launch several collectives on `device` as one: `dtensor.comm_together`."""
         if self._launches is None:
             self._launches = self._nccl and bool(self.group._get_backend(device).supports_coalescing)
         return self._launches

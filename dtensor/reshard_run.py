@@ -365,7 +365,8 @@ def _exchange_all(
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        pending = comm.all_to_all_flat(take.flat(x, async_op and gathering.now is None), leave, arrive, async_op=async_op)
+        flat = take.flat(x, async_op and gathering.now is None)
+        pending = comm.all_to_all_flat(flat, leave, arrive, async_op=async_op)
         if async_op:
             return unwaited(lambda: join.of_flat(pending.wait()), x, out_shape)
         return join.of_flat(pending.wait())
