@@ -72,6 +72,7 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
     if not torchs and _users(t) > _sole() + 1:  # some other view of the memory may be the user's
         return False
     known = _variables(torchs, base) + _kept_by_calls() * sum(_given(frame, base) for frame in torchs)
+    known += _by_kernels(kernels, base)
     return sys.getrefcount(base) <= base_fresh + known + call
 
 

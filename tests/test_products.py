@@ -401,3 +401,22 @@ def test_gradients_that_are_cut_in_a_way_of_their_own() -> None:
                 torch.testing.assert_close(ours[at].grad.full_tensor(), leaves[at].grad)
 
     simulate(2)(program)
+
+
+def plain_factors_of_torchs() -> tuple[float, list[str]]:
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    d = distribute_tensor(full, mesh, [Shard(0)])
+    u, s, v = torch.pca_lowrank(d, q=3, center=False)  # makes a random matrix, by which it multiplies every batch
+    error = float(((u * s.unsqueeze(-2)) @ v.mT - d).full_tensor().abs().max().item())
+    w, refused = torch.randn(4, 2), []
+    for other in (lambda: d @ w, lambda: d @ torch.ones(4, 2), lambda: d @ torch.ones(1, 4, 2).expand(2, 4, 2)):
+        with pytest.raises(dtensor.errors.MixedTensorError) as e:
+            other()
+        refused.append(str(e.value))
+    return error, refused
+
+
+def test_plain_factors_that_torch_makes_are_told_from_the_users() -> None:
+    for error, refused in simulate(2)(plain_factors_of_torchs):
+        assert error < 1e-5 and len(refused) == 3 and all("plain" in text for text in refused)
