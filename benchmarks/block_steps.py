@@ -35,15 +35,20 @@ SPLIT = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "b1": 0, "w2": 1}
 """The dim of each parameter that the ranks split; the others are replicated."""
 
 
-def parameters(s: Sizes) -> dict[str, torch.Tensor]:
+def made(width: int, hidden: int, scale: float) -> dict[str, torch.Tensor]:
     """The whole parameters, the same everywhere."""
     torch.manual_seed(0)
-    d, h = s.width, s.hidden
+    d, h = width, hidden
     shapes = {
         "g1": (d,), "c1": (d,), "wq": (d, d), "wk": (d, d), "wv": (d, d), "wo": (d, d), "bo": (d,),
         "g2": (d,), "c2": (d,), "w1": (h, d), "b1": (h,), "w2": (d, h), "b2": (d,),
     }  # fmt: skip
-    return {n: torch.randn(shape) * 0.1 + (1.0 if n[0] == "g" else 0.0) for n, shape in shapes.items()}
+    return {n: torch.randn(shape) * scale + (1.0 if n[0] == "g" else 0.0) for n, shape in shapes.items()}
+
+
+def parameters(s: Sizes) -> dict[str, torch.Tensor]:
+    """Those of the block."""
+    return made(s.width, s.hidden, 0.1)
 
 
 def inputs(s: Sizes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import block_steps
 import gpu_timing as timing
 import side_by_side as bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from block_steps import SPLIT
 
 Step = Callable[[], torch.Tensor]
-SPLIT = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "b1": 0, "w2": 1}
-"""The dim of each parameter that the ranks split; the others are replicated."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,7 @@ def sizes(at: timing.Rank) -> list[Sizes]:
 
 def parameters(s: Sizes, at: timing.Rank) -> dict[str, torch.Tensor]:
     """The whole parameters, the same everywhere."""
-    torch.manual_seed(0)
-    d, h = s.width, s.hidden
-    shapes = {
-        "g1": (d,), "c1": (d,), "wq": (d, d), "wk": (d, d), "wv": (d, d), "wo": (d, d), "bo": (d,),
-        "g2": (d,), "c2": (d,), "w1": (h, d), "b1": (h,), "w2": (d, h), "b2": (d,),
-    }  # fmt: skip
-    made = {n: torch.randn(shape) * 0.02 + (1.0 if n[0] == "g" else 0.0) for n, shape in shapes.items()}
+    made = block_steps.made(s.width, s.hidden, 0.02)
     return {n: t.to(at.device, at.dtype) for n, t in made.items()}
 
 

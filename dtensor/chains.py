@@ -21,7 +21,7 @@ from dtensor import dispatch as hot
 from dtensor.decompositions import GaveUp, Trial
 from dtensor.propagate import Decision
 from dtensor.registry import Call, on_clear, op_name
-from dtensor.spec import Spec, contiguous_stride
+from dtensor.spec import Spec, contiguous_stride, may_be_empty
 
 __all__ = ["HERE", "UNSEEN", "Results", "Specs", "composite", "is_contiguous", "is_usual", "plans", "try_chain"]
 
@@ -99,9 +99,8 @@ def _tried(chain: Callable[..., Results], specs: Sequence[Spec | None], device: 
     given = [s for s in specs if s is not None]
     if mesh.coord is None or any(s.mesh is not mesh or s.dtype is not given[0].dtype for s in given):
         return None
-    last = [k - 1 for k in mesh.shape]
-    if not given[0].dtype.is_floating_point or any(0 in s.local_shape_of(last) for s in given):
-        return None  # rules may do something else where a shard is empty, and all ranks must do alike
+    if not given[0].dtype.is_floating_point or may_be_empty(given):
+        return None  # all ranks must do alike
     trial = Trial(mesh, device)
     try:
         with _disable_current_modes(), torch.no_grad():  # what a mode of the program looks at is the program alone

@@ -262,19 +262,23 @@ class Plan:
         """The local arguments after the moves and with static arguments made local."""
         if self.moves or self.overrides:
             local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
-            for i, src, dst in self.moves:
-                at, sub = self.places[i]
-                box: Any = local if isinstance(at, int) else named
-                if sub is None:
-                    box[at] = redistribute_local(box[at], src, dst)
-                else:
-                    box[at][sub] = redistribute_local(box[at][sub], src, dst)
+            self.move(local, named)
             for at, name, value in self.overrides:
                 if at < len(local):
                     local[at] = value
                 else:
                     named[name] = value
         return local, named
+
+    def move(self, local: list[Any], named: dict[str, Any]) -> None:
+        """Put the moved tensors in their places."""
+        for i, src, dst in self.moves:
+            at, sub = self.places[i]
+            box: Any = local if isinstance(at, int) else named
+            if sub is None:
+                box[at] = redistribute_local(box[at], src, dst)
+            else:
+                box[at][sub] = redistribute_local(box[at][sub], src, dst)
 
     def compute(self, local: list[Any], named: dict[str, Any]) -> Any:
         """Moves, then the local op or kernel: local results."""

@@ -28,7 +28,7 @@ from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry
 from dtensor.reshard_together import may_meet, redistribute_together
 from dtensor.rule_absent import guarded, is_of_torch, no_rule, notice, refuse_strict, replicated_rule, strictness
-from dtensor.spec import Spec
+from dtensor.spec import Spec, may_be_empty
 
 __all__ = ["miss", "rule_of"]
 
@@ -88,7 +88,7 @@ def miss(
     plan = kind(info, call, decision, structure, names)
     result = plan.execute(local, named, args)
     if not info.written:
-        own = plan.kernel is None and plan.run is info.run and (rule.bind is None or not _may_be_empty(decision))
+        own = plan.kernel is None and plan.run is info.run and (rule.bind is None or not may_be_empty(decision.inputs))
         actual = actual_outputs(decision, result) if own else decision
         if actual is not decision:
             plan = kind(info, call, actual, structure, names)
@@ -103,9 +103,8 @@ class GroupedPlan(Plan):
 
     __slots__ = ()
 
-    def local_inputs(self, local: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """As a plan's; what moves, moves before the rest."""
-        local, named = [list(x) if isinstance(x, list) else x for x in local], dict(named)
+    def move(self, local: list[Any], named: dict[str, Any]) -> None:
+        """As a plan's, all at once."""
         boxes: list[tuple[Any, Any]] = []
         for i, _, _ in self.moves:
             at, sub = self.places[i]
@@ -114,23 +113,11 @@ class GroupedPlan(Plan):
         jobs = [(box[at], src, dst) for (box, at), (_, src, dst) in zip(boxes, self.moves, strict=True)]
         for (box, at), moved in zip(boxes, redistribute_together(jobs), strict=True):
             box[at] = moved
-        for at, name, value in self.overrides:
-            if at < len(local):
-                local[at] = value
-            else:
-                named[name] = value
-        return local, named
 
 
 def meets(call: Call, decision: Decision) -> bool:
     """True where several inputs move whose collectives may be one launch."""
     return may_meet([s for s, d in zip(call.inputs, decision.inputs, strict=True) if s is not d])
-
-
-def _may_be_empty(decision: Decision) -> bool:
-    """True when some rank's shard of some input has no elements: there a rule may run something else."""
-    last = [k - 1 for k in decision.inputs[0].mesh.shape]
-    return any(0 in s.local_shape_of(last) for s in decision.inputs)
 
 
 def actual_outputs(decision: Decision, result: Any) -> Decision:

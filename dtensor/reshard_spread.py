@@ -36,7 +36,7 @@ from dtensor.placement import Partial
 from dtensor.reshard_geometry import Coord, Region, Runs, holdings, members, region_size
 from dtensor.reshard_layout import Path, Space
 from dtensor.reshard_step import Layout, Step
-from dtensor.spec import Spec
+from dtensor.spec import Spec, part_of_runs
 
 __all__ = ["Piece", "arrivals", "in_stages", "pieces_of", "spread"]
 
@@ -296,7 +296,7 @@ def _first(box: Region, count: int, coarse: int) -> tuple[list[Region], list[Reg
     lengths = [sum([n for _, n in runs]) for runs in box]
     dim = next((d for d, n in enumerate(lengths) if n >= _FINE), lengths.index(max(lengths)))
     slab, n = size // lengths[dim], lengths[dim]
-    part = lambda lo, hi: (*box[:dim], _between(box[dim], lo, hi), *box[dim + 1 :])  # noqa: E731
+    part = lambda lo, hi: (*box[:dim], tuple(part_of_runs(box[dim], lo, hi)), *box[dim + 1 :])  # noqa: E731
     end = (count + slab // 2) // slab if slab <= 2 * coarse else count // slab
     first, second = [part(0, end)] if end else [], [part(end, n)] if end < n else []
     if slab > 2 * coarse and count > end * slab:
@@ -304,14 +304,3 @@ def _first(box: Region, count: int, coarse: int) -> tuple[list[Region], list[Reg
         second = outer + ([part(end + 1, n)] if end + 1 < n else [])
         first += inner
     return first, second
-
-
-def _between(runs: Runs, lo: int, hi: int) -> Runs:
-    """The elements numbered `lo` to `hi` of `runs`."""
-    out, at = [], 0
-    for start, n in runs:
-        a, b = max(lo - at, 0), min(hi - at, n)
-        if a < b:
-            out.append((start + a, b - a))
-        at += n
-    return tuple(out)

@@ -22,11 +22,10 @@ from dtensor.comm_sent import gathering
 from dtensor.comm_together import Together
 from dtensor.comm_wire import waited
 from dtensor.errors import CollectiveError
-from dtensor.placement import Shard, StridedShard
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_run import redistribute_local, run_reshard
 from dtensor.reshard_step import ReshardPlan
-from dtensor.spec import Spec
+from dtensor.spec import Spec, is_even
 
 __all__ = ["MOST", "SMALL", "may_meet", "redistribute_together"]
 
@@ -87,7 +86,7 @@ def _group(local: torch.Tensor, src: Spec, dst: Spec) -> C10dCommunicator | None
     """The group whose launch this move's collective may join; None where it goes alone."""
     if src is dst or src.mesh.coord is None or local.device.type == "meta" or not comm_sent.in_queue(local):
         return None
-    if max(src.local_numel_bound, dst.local_numel_bound) > SMALL or not _even(src) or not _even(dst):
+    if max(src.local_numel_bound, dst.local_numel_bound) > SMALL or not is_even(src) or not is_even(dst):
         return None
     return _group_of(plan_reshard(src, dst), local.device)
 
@@ -96,14 +95,5 @@ def _group_of(plan: ReshardPlan, device: torch.device) -> C10dCommunicator | Non
     if len(plan.collectives) != 1 or plan.steps[-1].kind not in _KINDS:
         return None
     axes = plan.steps[-1].axes
-    comm = plan.src.mesh.comm(axes if len(axes) > 1 else axes[0])
+    comm = plan.src.mesh.comm(axes)
     return comm if isinstance(comm, C10dCommunicator) and comm.has_launches(device) else None
-
-
-def _even(spec: Spec) -> bool:
-    """True where all ranks hold parts of one size, wherever else the tensor's dims are cut on the way."""
-    cuts = [1] * len(spec.shape)
-    for p, size in zip(spec.placements, spec.mesh.shape, strict=True):
-        if isinstance(p, (Shard, StridedShard)):
-            cuts[p.dim] *= size
-    return all(n % k == 0 for n, k in zip(spec.shape, cuts, strict=True))

@@ -32,7 +32,10 @@ from dtensor.device_mesh import DeviceMesh
 from dtensor.errors import LayoutError
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
-__all__ = ["Interval", "Spec", "TensorMeta", "contiguous_stride", "dim_intervals", "normalize_placements"]
+__all__ = [
+    "Interval", "Spec", "TensorMeta", "contiguous_stride", "dim_intervals", "is_even", "may_be_empty",
+    "normalize_placements", "part_of_runs",
+]  # fmt: skip
 
 Interval = tuple[int, int]
 """Start and length of a run of indices of one global dim."""
@@ -65,7 +68,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def _take(runs: Sequence[Interval], lo: int, hi: int) -> list[Interval]:
+def part_of_runs(runs: Sequence[Interval], lo: int, hi: int) -> list[Interval]:
     """Elements lo to hi of the concatenated runs."""
     out, at = [], 0
     for start, length in runs:
@@ -87,7 +90,7 @@ def dim_intervals(size: int, cuts: tuple[Cut, ...]) -> tuple[Interval, ...]:
         for base in range(0, n, outer) if outer else ():
             m = min(outer, n - base)
             c = -(-m // k)
-            kept += _take(runs, base + min(r * c, m), base + min((r + 1) * c, m))
+            kept += part_of_runs(runs, base + min(r * c, m), base + min((r + 1) * c, m))
         runs = []
         for start, length in kept:
             if runs and runs[-1][0] + runs[-1][1] == start:
@@ -354,6 +357,24 @@ class Spec:
 
     def __deepcopy__(self, memo: object) -> Spec:
         return self
+
+
+def may_be_empty(specs: Sequence[Spec]) -> bool:
+    """True when some rank's shard of some tensor of these specs, of one mesh, has no elements.
+
+    There a rule may run something else than elsewhere.
+    """
+    last = [k - 1 for k in specs[0].mesh.shape]
+    return any(0 in s.local_shape_of(last) for s in specs)
+
+
+def is_even(spec: Spec) -> bool:
+    """True where all ranks hold parts of one shape, whichever dims are cut, and as often as they are."""
+    cuts: dict[int, int] = {}
+    for p, k in zip(spec.placements, spec.mesh.shape, strict=True):
+        if isinstance(p, (Shard, StridedShard)):
+            cuts[p.dim] = cuts.get(p.dim, 1) * k
+    return all(spec.shape[d] % k == 0 for d, k in cuts.items())
 
 
 def _make_spec(

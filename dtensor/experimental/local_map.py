@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.spec import Spec, contiguous_stride, normalize_placements
+from dtensor.spec import Spec, contiguous_stride, is_even, normalize_placements
 from dtensor.tensor import DTensor
 
 __all__ = ["local_map"]
@@ -74,7 +74,7 @@ def local_map(
         flat = _laid_out(flat, in_placements, redistribute_inputs)
         mixed = _mixed_axes(out_placements, mesh)
         grads = _per_value("in_grad_placements", in_grad_placements, len(flat))
-        uneven = any(isinstance(x, DTensor) and _is_uneven(x) for x in (*flat, *named))
+        uneven = any(isinstance(x, DTensor) and not is_even(x._spec) for x in (*flat, *named))
         flat = [_local(x, g, mesh, mixed) for x, g in zip(flat, grads, strict=True)]
         named = [_local(x, None, mesh, mixed) for x in named]
         out = func(*pytree.tree_unflatten(flat, tree), **pytree.tree_unflatten(named, named_tree))
@@ -127,15 +127,6 @@ def _laid_out(flat: list[Any], in_placements: Any, redistribute: bool) -> list[A
                 x = x.redistribute(placements=placed)
         out.append(x)
     return out
-
-
-def _is_uneven(x: DTensor) -> bool:
-    """Whether ranks hold parts of different shapes."""
-    cuts: dict[int, int] = {}
-    for p, k in zip(x.placements, x.device_mesh.shape, strict=True):
-        if isinstance(p, (Shard, StridedShard)):
-            cuts[p.dim] = cuts.get(p.dim, 1) * k
-    return any(x.shape[d] % k for d, k in cuts.items())
 
 
 def _mixed_axes(out_placements: Any, mesh: DeviceMesh) -> list[bool]:
