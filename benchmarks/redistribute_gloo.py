@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="4,8", help="numbers of ranks, even, comma separated")
     parser.add_argument("--sizes", default="1024,65536,1048576,16777216", help="bytes, comma separated")
     parser.add_argument("--json", default="", help="a file for the rows; those of other sizes and ranks in it are kept")
-    parser.add_argument("--plot", default="", help="a file for a picture of all rows")
+    parser.add_argument("--plot", default="", help="a file for a picture of all rows, those of 256 MiB among them")
     parser.add_argument("--pairs", default="", help='some of the pairs, e.g. "P->R P,P->S0,R"; all unless given')
     given = parser.parse_args()
     some = given.pairs.split()
@@ -212,7 +212,9 @@ def main() -> None:
         made["load"] = f"{os.getloadavg()[0]:.0f}"
         file.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
     if given.plot:
-        plot(rows, given.plot)
+        new = {(r["ranks"], r["bytes"], r["layouts"]) for r in rows}
+        large = json.loads(LARGE.read_text())["rows"] if LARGE.exists() else []
+        plot(rows + [r for r in large if (r["ranks"], r["bytes"], r["layouts"]) not in new], given.plot)
 
 
 if __name__ == "__main__":
