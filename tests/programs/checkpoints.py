@@ -100,6 +100,15 @@ def read_app(world, folder, uneven=False):
     return found
 
 
+def write_uneven_app(world, folder):
+    """Parts of unlike sizes along both axes."""
+    write_app(world, folder, uneven=True)
+
+
+def read_uneven_app(world, folder):
+    return read_app(world, folder, uneven=True)
+
+
 LAYOUTS = (
     ((Shard(0), Replicate()), (7, 3)),
     ((Shard(0), Shard(0)), (5, 3)),

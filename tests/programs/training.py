@@ -360,10 +360,11 @@ def case_ddp_over_tp_with_checkpointing(world):
 
 
 def compiled(world, backend):
+    """Parts are of one size whatever the number of processes, so that kernels are made once."""
     mesh = init_device_mesh("cpu", (world,))
     torch._dynamo.reset()
-    inner = parallel(mesh)
-    model, plain = torch.compile(inner, backend=backend), made()
+    inner = parallel(mesh, made(hidden=6 * world))
+    model, plain = torch.compile(inner, backend=backend), made(hidden=6 * world)
     data = batches(2, 4)
     seen = train(model, data, torch.optim.AdamW(model.parameters(), lr=0.01))
     expected = train(plain, data, torch.optim.AdamW(plain.parameters(), lr=0.01))
