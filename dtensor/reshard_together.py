@@ -2,11 +2,13 @@
 
     mul of f32[8,8]{P:tp} and f32[8,8]{P:tp}     all_reduce, all_reduce over tp: one launch
     a list op, elements of four layouts          one launch a group, and those that stay alone
+    pending gradients, f32 and bf16, over tp     all_reduce of all f32, all_reduce of all bf16: one launch
 
 What goes together depends on the layouts, the global shapes and the kind of device only, so that all ranks decide
-alike: moves whose plan is one collective, last, of parts of one size on all ranks, of at most `SMALL` elements on any
-rank; by group, in the order of the moves, at most `MOST` a launch. The others, and all of them on the CPU, on simulated
-ranks, in traces and where waiting takes the host, are carried out one after the other.
+alike: moves whose plan is one collective, last, of at most `SMALL` elements on any rank, but no reduce-scatter of parts
+of unlike sizes, which a group takes as a list; by group, in the order of the moves, at most `MOST` a launch. The rest,
+and all of them on the CPU, on simulated ranks, in traces and where waiting takes the host, are carried out one after
+the other.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from dtensor import comm_sent
-from dtensor.comm import Pending
+from dtensor.comm import Communicator, Pending
 from dtensor.comm_c10d import C10dCommunicator
 from dtensor.comm_sent import gathering
 from dtensor.comm_together import Together
@@ -27,7 +29,7 @@ from dtensor.reshard_run import redistribute_local, run_reshard
 from dtensor.reshard_step import ReshardPlan
 from dtensor.spec import Spec, is_even
 
-__all__ = ["MOST", "SMALL", "may_meet", "redistribute_together"]
+__all__ = ["MOST", "SMALL", "all_reduce_together", "may_meet", "redistribute_together"]
 
 SMALL = 1 << 20
 """Elements of a tensor's largest shard, before and after, up to which its collective is one of several in a launch."""
@@ -67,6 +69,33 @@ def redistribute_together(moves: Sequence[Move]) -> list[torch.Tensor]:
     return out
 
 
+def all_reduce_together(sums: Sequence[tuple[Communicator, torch.Tensor]]) -> list[torch.Tensor]:
+    """Each tensor summed over the positions of its communicator, in order: new tensors. All are independent.
+
+    They may have any size: what is sent and what arrives is kept until the last has arrived. A CollectiveError of a
+    launch names its collectives.
+    """
+    batches: dict[tuple[object, ...], list[int]] = {}
+    for i, (comm, x) in enumerate(sums):
+        joins = gathering.now is None and comm.size > 1 and _launches(comm, x)
+        key = (comm.name, x.device) if joins and isinstance(comm, C10dCommunicator) else ("alone", i)
+        batches.setdefault(key, []).append(i)
+    out = [x for _, x in sums]
+    for members in batches.values():
+        comm = sums[members[0]][0]
+        for start in range(0, len(members), MOST):
+            some = members[start : start + MOST]
+            if len(some) == 1:
+                out[some[0]] = comm.all_reduce(sums[some[0]][1], "sum")
+                continue
+            assert isinstance(comm, C10dCommunicator)
+            with Together(comm, sums[some[0]][1].device):
+                under_way = [comm.all_reduce(waited(sums[i][1]), "sum", async_op=True) for i in some]
+            for i, late in zip(some, under_way, strict=True):
+                out[i] = late.wait() if isinstance(late, Pending) else late
+    return out
+
+
 def _launched(moves: Sequence[Move]) -> list[torch.Tensor]:
     """Moves of one collective each, of one group, by one launch: all are issued, it ends, all are finished."""
     locals_ = [waited(local) for local, _, _ in moves]
@@ -86,14 +115,19 @@ def _group(local: torch.Tensor, src: Spec, dst: Spec) -> C10dCommunicator | None
     """The group whose launch this move's collective may join; None where it goes alone."""
     if src is dst or src.mesh.coord is None or local.device.type == "meta" or not comm_sent.in_queue(local):
         return None
-    if max(src.local_numel_bound, dst.local_numel_bound) > SMALL or not is_even(src) or not is_even(dst):
+    if max(src.local_numel_bound, dst.local_numel_bound) > SMALL:
         return None
-    return _group_of(plan_reshard(src, dst), local.device)
+    return _group_of(plan_reshard(src, dst), local)
 
 
-def _group_of(plan: ReshardPlan, device: torch.device) -> C10dCommunicator | None:
+def _group_of(plan: ReshardPlan, local: torch.Tensor) -> C10dCommunicator | None:
     if len(plan.collectives) != 1 or plan.steps[-1].kind not in _KINDS:
         return None
-    axes = plan.steps[-1].axes
-    comm = plan.src.mesh.comm(axes)
-    return comm if isinstance(comm, C10dCommunicator) and comm.has_launches(device) else None
+    if plan.steps[-1].kind == "reduce_scatter" and not (is_even(plan.src) and is_even(plan.dst)):
+        return None
+    comm = plan.src.mesh.comm(plan.steps[-1].axes)
+    return comm if isinstance(comm, C10dCommunicator) and _launches(comm, local) else None
+
+
+def _launches(comm: Communicator, x: torch.Tensor) -> bool:
+    return isinstance(comm, C10dCommunicator) and comm_sent.in_queue(x) and comm.has_launches(x.device)

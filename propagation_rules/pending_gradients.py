@@ -7,6 +7,9 @@ pending: small gradients travel together in one collective, and what is in `.gra
     w1, w2, w3: f32[8,8], f32[8], f32[8@dp] on ("dp", "tp")     grads {P:tp}, {P:tp}, 8@dp{P:tp}
     one all-reduce over tp of 64 + 8 + 8/dp elements            then clipping, the step: nothing
 
+Gradients of several dtypes, or pending over other axes, travel in a collective each; on an accelerator those of one
+group are one launch (`dtensor.reshard_together`).
+
 A settled gradient is the same tensor object with the same value; only its layout is another, as after
 `unscale_`. Its memory is new, so an alias taken before (`g = p.grad.detach()`) is one no longer.
 
@@ -20,14 +23,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils import clip_grad
 
+from dtensor.comm import Communicator
 from dtensor.cost import current_cost_model
 from dtensor.placement import Partial, Placement, Replicate
-from dtensor.reshard_run import redistribute_local
+from dtensor.reshard_together import all_reduce_together, redistribute_together
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 from dtensor.tensor import DTensor
@@ -35,9 +39,11 @@ from dtensor.tensor import DTensor
 __all__ = ["BUCKET", "settle", "settle_gradients"]
 
 BUCKET = 1 << 24
-"""Elements that are settled in one collective, at most (a larger gradient by itself)."""
+"""Elements that are settled at once, at most (a larger gradient by itself)."""
 
 SUMS = frozenset({"sum", "avg"})
+
+_T = TypeVar("_T")
 
 
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
@@ -65,9 +71,9 @@ def settle(tensors: Iterable[Any], tracked: bool = False) -> None:
             continue
         key = (t._spec.mesh, pending.axes, t._spec.dtype, t._local_tensor.device)
         waiting.setdefault(key, {})[id(t)] = t
-    for found in waiting.values():
-        for bucket in _buckets(list(found.values())):
-            _settle(bucket)
+    buckets = [b for found in waiting.values() for b in _runs(list(found.values()), _elements)]
+    for run in _runs(buckets, lambda bucket: sum(map(_elements, bucket))):
+        _settle(run)
 
 
 class _Pending(NamedTuple):
@@ -99,49 +105,83 @@ def _pending(spec: Spec) -> _Pending | None:
     return found
 
 
-def _buckets(tensors: Sequence[DTensor]) -> Iterator[list[DTensor]]:
-    """The tensors in order, in runs of at most `BUCKET` local elements on any rank."""
-    bucket: list[DTensor] = []
+def _elements(t: DTensor) -> int:
+    """Those of the largest shard on any rank."""
+    return t._spec.local_numel_bound
+
+
+def _runs(items: Sequence[_T], elements: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """The items in order, in runs of at most `BUCKET` elements; an item of more than that is a run by itself."""
+    run: list[_T] = []
     total = 0
-    for t in tensors:
-        n = t._spec.local_numel_bound
-        if bucket and total + n > BUCKET:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append(t)
+    for item in items:
+        n = elements(item)
+        if run and total + n > BUCKET:
+            yield run
+            run, total = [], 0
+        run.append(item)
         total += n
-    if bucket:
-        yield bucket
+    if run:
+        yield run
 
 
-def _settle(bucket: Sequence[DTensor]) -> None:
-    """One bucket: tensors of one mesh and dtype, pending alike."""
-    first = bucket[0]._spec
-    ops = {p.reduce_op for p in first.placements if isinstance(p, Partial)}
-    rounds = first.dtype.is_floating_point or first.dtype.is_complex
-    if len(bucket) == 1 or first.mesh.coord is None or not (ops == {"sum"} or (ops <= SUMS and rounds)):
-        for t in bucket:
-            whole = t._spec.with_placements(_settled(t._spec.placements))
-            reduced = redistribute_local(t._local_tensor, t._spec, whole)
-            t._local_tensor, t._spec = in_order(reduced, whole.stride), whole
-        return
+def _settle(run: Sequence[Sequence[DTensor]]) -> None:
+    """Some buckets, each of tensors of one mesh and dtype, pending alike. Nothing is written before all are reduced.
+
+    Sums of several tensors travel flat, a bucket a collective; a single one, and other reductions, by a plan each.
+    """
+    flat = [bucket for bucket in run if _adds(bucket[0]._spec)]
+    if sum(map(len, flat)) == 1:
+        flat = []
+    joined = {id(t) for bucket in flat if bucket[0]._spec.mesh.coord is not None for t in bucket}
+    alone = [t for bucket in run for t in bucket if id(t) not in joined]
+    whole = [t._spec.with_placements(_settled(t._spec.placements)) for t in alone]
+    moved = redistribute_together([(t._local_tensor, t._spec, w) for t, w in zip(alone, whole, strict=True)])
+    flat = [bucket for bucket in flat if id(bucket[0]) in joined]
+    sums = _reduced(flat)
+    for t, reduced, spec in zip(alone, moved, whole, strict=True):
+        t._local_tensor, t._spec = in_order(reduced, spec.stride), spec
+    for bucket, total in zip(flat, sums, strict=True):
+        _hand_out(bucket, total)
+
+
+def _adds(spec: Spec) -> bool:
+    """True where what is pending is a sum, or an average that is a sum divided by a count."""
+    ops = {p.reduce_op for p in spec.placements if isinstance(p, Partial)}
+    return ops == {"sum"} or (ops <= SUMS and (spec.dtype.is_floating_point or spec.dtype.is_complex))
+
+
+def _hand_out(bucket: Sequence[DTensor], flat: torch.Tensor) -> None:
+    """To each tensor its part of `flat`, in memory of its own: the optimizer may keep it or write to it."""
     locals_ = [t._local_tensor for t in bucket]
-    flat = _reduced(torch.cat([x.reshape(-1) for x in locals_]), first)
     split: Callable[..., list[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
-    parts = split(flat, [x.numel() for x in locals_])  # each in memory of its own: the optimizer may keep or write it
-    for t, x, part in zip(bucket, locals_, parts, strict=True):
+    for t, x, part in zip(bucket, locals_, split(flat, [x.numel() for x in locals_]), strict=True):
         part = part.view(x.shape)
         t._local_tensor = part if x.is_contiguous() else torch.empty_like(x).copy_(part)
         if (pending := _pending(t._spec)) is not None:
             t._spec = pending.settled
 
 
-def _reduced(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Local elements summed over the axes where `spec` is pending."""
-    axes = tuple(a for a, p in enumerate(spec.placements) if isinstance(p, Partial) and spec.mesh.shape[a] > 1)
-    flat = flat.to(current_cost_model().wire.get(spec.dtype, spec.dtype))
-    if axes:
-        flat = spec.mesh.comm(axes).all_reduce(flat, "sum")
+def _reduced(buckets: Sequence[Sequence[DTensor]]) -> list[torch.Tensor]:
+    """Of each bucket the local elements, summed over the axes where it is pending: launched together by group."""
+    out: list[torch.Tensor] = []
+    late: list[int] = []
+    jobs: list[tuple[Communicator, torch.Tensor]] = []
+    wires = current_cost_model().wire
+    for i, bucket in enumerate(buckets):
+        spec = bucket[0]._spec
+        axes = tuple(a for a, p in enumerate(spec.placements) if isinstance(p, Partial) and spec.mesh.shape[a] > 1)
+        flat = torch.cat([t._local_tensor.reshape(-1) for t in bucket]).to(wires.get(spec.dtype, spec.dtype))
+        out.append(flat)
+        if axes:
+            late.append(i)
+            jobs.append((spec.mesh.comm(axes), flat))
+    for i, total in zip(late, all_reduce_together(jobs), strict=True):
+        out[i] = total
+    return [_averaged(flat, bucket[0]._spec) for flat, bucket in zip(out, buckets, strict=True)]
+
+
+def _averaged(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
     count = math.prod(k for k, p in zip(spec.mesh.shape, spec.placements, strict=True) if p.is_partial("avg"))
     return (flat.div_(count) if count > 1 else flat).to(spec.dtype)
 

@@ -7,147 +7,22 @@ out, as NCCL does. On torch's fake groups every rank of a world is played in tur
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from launches import Group, NothingRead, as_on_gpus, move, recorded
 from test_cuda_path import R, on_rank, played
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Shard,
-    comm_sent,
-    dispatch_lists,
-    dispatch_miss,
-    init_device_mesh,
-    simulate,
-)
+from dtensor import DTensor, Partial, Placement, Shard, comm_sent, init_device_mesh, simulate
 from dtensor import reshard_together as together
-from dtensor.comm_c10d import C10dCommunicator
 from dtensor.comm_together import Together
-from dtensor.comm_wire import eager
 from dtensor.errors import CollectiveError
 from dtensor.spec import Spec
-
-
-class Ended:
-    """The work of a launch."""
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-
-    def wait(self) -> None:
-        self.log.append("wait")
-
-
-class Group:
-    """A process group that launches what it is asked between start and end at the end; `log` says in which order."""
-
-    def __init__(self, group: Any, log: list[Any], fails: str = "") -> None:
-        self.group, self.log, self.fails = group, log, fails
-        self.open: list[tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] | None = None
-        self.unread: set[int] = set()
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        assert self.open is None
-        self.open = []
-        self.log.append("start")
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        assert self.open is not None
-        calls, self.open = self.open, None
-        self.log.append("end")
-        if self.fails == "end":
-            raise RuntimeError("NCCL error: a peer is gone")
-        for call, args, alive in calls:
-            assert all(ref() is not None for ref in alive), "memory was given back before the launch"
-            work = call(*args)
-            if work is not None:
-                work.wait()
-        self.unread.clear()
-        return Ended(self.log)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.group, name)
-        if name not in ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"):
-            return found
-
-        def call(*args: Any) -> Any:
-            self.log.append((name, args[-1].asyncOp))
-            if self.open is None:
-                return found(*args)
-            if self.fails == name:
-                raise RuntimeError("NCCL error: invalid usage")
-            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
-            own = {id(t): t.detach() for t in tensors}  # so that not this keeps the caller's alive
-            again = tuple([own.get(id(t), t) for t in a] if isinstance(a, list) else own.get(id(a), a) for a in args)
-            self.unread |= {t.untyped_storage()._cdata for t in tensors[:1]}
-            self.open.append((found, again, [weakref.ref(t) for t in tensors]))
-            return Ended(self.log)
-
-        call.__name__ = name
-        return call
-
-
-class NothingRead(TorchDispatchMode):
-    """Fails where an op takes what a launch has yet to fill."""
-
-    def __init__(self, groups: list[Group]) -> None:
-        super().__init__()
-        self.groups = groups
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func._schema.name.startswith("c10d") and "empty" not in func._schema.name:
-            flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-            for t in flat:
-                if isinstance(t, torch.Tensor) and type(t) is not DTensor:
-                    for g in self.groups:
-                        if g.open is not None:
-                            assert t.untyped_storage()._cdata not in g.unread, f"{func} reads what has not arrived"
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """CPU tensors are taken for those of a device with streams, every group for one that launches together."""
-    before = comm_sent.in_queue, C10dCommunicator.has_launches, together.may_meet
-    comm_sent.in_queue = eager
-    C10dCommunicator.has_launches = lambda self, device: True
-    meets = lambda specs: len(specs) > 1  # noqa: E731
-    together.may_meet = dispatch_lists.may_meet = dispatch_miss.may_meet = meets
-    try:
-        yield
-    finally:
-        comm_sent.in_queue, C10dCommunicator.has_launches = before[:2]
-        together.may_meet = dispatch_lists.may_meet = dispatch_miss.may_meet = before[2]
-
-
-def recorded(mesh: Any, fails: str = "") -> tuple[list[Any], list[Group]]:
-    """The log of the groups of the mesh's axes, and the groups, which stand in front of the real ones from now on."""
-    log: list[Any] = []
-    groups = []
-    for axis in range(mesh.ndim):
-        comm = mesh.comm(axis)
-        comm.group = Group(comm.group, log, fails)
-        groups.append(comm.group)
-    return log, groups
-
-
-def move(mesh: Any, src: Placement, dst: Placement, shape: tuple[int, ...] = (8, 8)) -> tuple[torch.Tensor, Spec, Spec]:
-    """A move along the mesh's first axis."""
-    rest = (R,) * (mesh.ndim - 1)
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    spec = Spec.make(mesh, (src, *rest), shape, stride, torch.float32)
-    return torch.randn(spec.local_shape), spec, spec.with_placements((dst, *rest))
-
+from propagation_rules import pending_gradients
+from propagation_rules.pending_gradients import settle
 
 FOUR = [(Partial(), R), (Shard(0), R), (Partial(), Shard(1)), (Shard(0), Shard(1))]
 CALLS = ["allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"]
@@ -169,6 +44,26 @@ def test_what_a_launch_holds() -> None:
         assert shapes == [(8, 8), (8, 8), (8, 2), (8, 2)]
 
 
+def test_parts_of_unlike_sizes_in_a_launch() -> None:
+    """Gathers, exchanges and reductions of uneven and empty parts; which rank holds what does not change the calls."""
+    shapes = [(5, 6), (2, 6), (0, 6)]
+    kinds = [(Shard(0), R), (Shard(0), Shard(1)), (Partial(), R)]
+
+    def body(mesh: Any) -> tuple[list[Any], list[Any]]:
+        with as_on_gpus():
+            log, groups = recorded(mesh)
+            with NothingRead(groups):
+                out = together.redistribute_together([move(mesh, a, b, shape) for shape in shapes for a, b in kinds])
+            return log, [tuple(t.shape) for t in out]
+
+    ranks = played((4,), body)
+    for rank, (log, got) in enumerate(ranks):
+        assert log == ranks[0][0] and log.count("start") == log.count("end") == log.count("wait") == 1, log
+        assert log.count(("allreduce", True)) == 2 and len(log) == 9, log  # the shape without elements sends nothing
+        columns = [2, 2, 2, 0][rank]
+        assert got == [x for n, m in shapes for x in ((n, m), (n, columns), (n, m))]
+
+
 def test_one_launch_a_group() -> None:
     """Groups one after the other, each waited for before the next starts; a group's single move goes alone."""
 
@@ -188,13 +83,13 @@ def test_one_launch_a_group() -> None:
 
 
 def test_what_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tensors, parts of unlike sizes, reductions after an exchange, CPU tensors: queued one by one, as ever."""
+    """Large tensors, reductions to unlike parts or after an exchange, CPU tensors: queued one by one, as ever."""
 
     def body(mesh: Any) -> list[list[Any]]:
         logs = []
         both = Spec.make(mesh, (Partial(), Shard(0)), (8, 8), (8, 1), torch.float32)
         jobs = [
-            [move(mesh, Shard(0), R, (7, 4))] * 2,
+            [move(mesh, Partial(), Shard(0), (7, 4))] * 2,
             [(torch.ones(4, 8), both, both.with_placements((R, R)))] * 2,
             [move(mesh, Partial(), R)] * 2,
             [move(mesh, Partial(), R)],
@@ -223,6 +118,59 @@ def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         together.redistribute_together([move(mesh, Partial(), R) for _ in range(7)])
     one = [("allreduce", True)]
     assert log[:12] == ["start", *one * 3, "end", "wait"] * 2 and len(log) == 13, log
+
+
+def gradients(mesh: Any, seed: int = 0) -> list[DTensor]:
+    """Pending along one axis or the other, in two dtypes, cut and whole, sums, averages and maxima."""
+    wide, narrow = torch.float32, torch.bfloat16
+    layouts = [
+        ((Partial(), R), wide), ((Partial(), Shard(0)), wide), ((Partial(), R), narrow), ((R, Partial()), narrow),
+        ((Partial("avg"), R), wide), ((R, Partial()), wide), ((Partial("max"), R), wide), ((Shard(0), R), wide),
+    ]  # fmt: skip
+    torch.manual_seed(seed)
+    out = []
+    for i, (layout, dtype) in enumerate(layouts):
+        spec = Spec.make(mesh, layout[: mesh.ndim], (5 + i, 4), (4, 1), dtype)
+        local = torch.randn(spec.local_shape).to(dtype)
+        out.append(DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=(4, 1)))
+    return out
+
+
+def test_pending_gradients_launch_together() -> None:
+    """Per axis one launch of all its buckets, whatever the dtype; nothing twice; what is not pending stays."""
+
+    def body(mesh: Any) -> tuple[list[Any], list[Any]]:
+        with as_on_gpus(), torch.no_grad():
+            log, groups = recorded(mesh)
+            grads = gradients(mesh)
+            with NothingRead(groups):
+                settle(grads)
+                settle(grads)
+        return log, [(g.placements, tuple(g.to_local().shape) == tuple(g._spec.local_shape)) for g in grads]
+
+    for log, got in played((2, 2), body):
+        late, now = ("allreduce", True), ("allreduce", False)
+        assert log == [now, "start", *[late] * 3, "end", "wait", "start", *[late] * 2, "end", "wait"], log
+        assert all(fits and not any(isinstance(p, Partial) for p in placements) for placements, fits in got)
+
+
+def test_what_is_settled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch holds, sent and received, is no more than a bucket; a larger gradient goes alone."""
+    monkeypatch.setattr(pending_gradients, "BUCKET", 40)
+
+    def body(mesh: Any) -> list[Any]:
+        with as_on_gpus(), torch.no_grad():
+            log, _ = recorded(mesh)
+            settle(
+                DTensor.from_local(torch.ones(n, dtype=dtype), mesh, [Partial()])
+                for n in (10, 50, 10, 20)
+                for dtype in (torch.float32, torch.float64)
+            )
+        return log
+
+    for log in played((2,), body):
+        assert log.count("start") == 1 and log.count(("allreduce", True)) == 2, log
+        assert log.count(("allreduce", False)) == 4, log
 
 
 def test_ops_launch_together() -> None:
@@ -329,6 +277,17 @@ def numbers(rank: int, world: int) -> None:
         assert log.count("start") == (1 if shape[0] else 0), (shape, log)
         for (a, b), x, y in zip(pairs, got, want, strict=True):
             assert torch.equal(x, y), (shape, a, b)
+    want, got = [gradients(mesh, 9 + rank) for _ in range(2)]
+    sums = [g.full_tensor() for g in want]
+    settle(want)
+    with as_on_gpus(), torch.no_grad():
+        log, groups = recorded(mesh)
+        settle(got)
+        mesh.comm(0).group = groups[0].group
+    assert log.count("start") == 1, log
+    for x, y, whole in zip(got, want, sums, strict=True):
+        assert x.placements == y.placements and torch.equal(x.to_local(), y.to_local())
+        torch.testing.assert_close(x.full_tensor(), whole)
     with as_on_gpus(), torch.no_grad():
         log, _ = recorded(mesh)
         parts = [torch.randn(4, 4) for _ in range(2)]

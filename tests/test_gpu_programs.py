@@ -24,7 +24,7 @@ def launched(*options: str, path: Path | None = None) -> subprocess.CompletedPro
 @pytest.mark.processes
 def test_programs_on_gloo() -> None:
     words = (
-        "movement,one_rank,groups,other_order,distribute,autocast,bytes,attention.math,grouped,draws,equal_seeds,losses,"
+        "movement,one_rank,one_launch,groups,other_order,distribute,autocast,bytes,attention.math,grouped,draws,equal_seeds,losses,"
         "tensor_parallel,lowered"
     )
     done = launched("--device", "cpu", "--worlds", "2", "--quick", "--only", words)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from environment import Environment, Skip, close
 
-from dtensor import Partial, Placement, Replicate, Shard, comm_sent
+from dtensor import DTensor, Partial, Placement, Replicate, Shard, comm_sent
 from dtensor.comm import Communicator
 from dtensor.comm_c10d import C10dCommunicator
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_run import redistribute_local
 from dtensor.reshard_together import redistribute_together
 from dtensor.spec import Spec
+from propagation_rules.pending_gradients import settle
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
@@ -135,20 +137,36 @@ def case_one_rank(env: Environment) -> None:
 
 
 def case_one_launch(env: Environment) -> None:
-    """Several small moves of one group give together what they give one by one; ten rounds, as memory is used again."""
+    """Small moves of one group, even and uneven, give together what each gives; ten rounds, as memory is used again."""
     ends: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     for mesh in env.meshes():
         rest = (Replicate(),) * (mesh.ndim - 1)
         for turn in range(2 if env.quick else 10):
             moves = []
-            for a in ends:
-                for b in ends[:3]:
-                    n = 8 * env.world
-                    src = Spec.make(mesh, (a, *rest), (n, n), (n, 1), torch.float32)
-                    local = _values(env, torch.float32, src.local_shape, env.rank + turn)
-                    moves.append((local, src, src.with_placements((b, *rest))))
+            for a, b, (n, m) in itertools.product(ends, ends[:3], ((8 * env.world, 8 * env.world), (5, 3), (1, 9))):
+                src = Spec.make(mesh, (a, *rest), (n, m), (m, 1), torch.float32)
+                local = _values(env, torch.float32, src.local_shape, env.rank + turn)
+                moves.append((local, src, src.with_placements((b, *rest))))
             for got, move in zip(redistribute_together(moves), moves, strict=True):
                 close(got, redistribute_local(*move), 1e-5, 1e-5, (mesh, move[1:]))
+
+
+def case_gradients_in_one_launch(env: Environment) -> None:
+    """Pending gradients of several dtypes and axes, settled together, have the values that each has by itself."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    for mesh in env.meshes():
+        for turn in range(2 if env.quick else 10):
+            grads = []
+            for i, (axis, dtype) in enumerate(itertools.product(range(mesh.ndim), dtypes * 2)):
+                layout: list[Placement] = [Replicate()] * mesh.ndim
+                layout[axis] = Partial("avg" if i % 3 == 2 else "sum")
+                local = _values(env, dtype, (i + 1, 3), env.rank + turn)
+                grads.append(DTensor.from_local(local, mesh, layout, run_check=False))
+            want = [g.full_tensor() for g in grads]
+            settle(grads)
+            for g, full in zip(grads, want, strict=True):
+                assert not any(isinstance(p, Partial) for p in g.placements)
+                close(g.to_local(), full, 1e-2, 1e-2, (mesh, g))
 
 
 def case_groups(env: Environment) -> None:
