@@ -42,6 +42,24 @@ def test_without_gpus() -> None:
     assert "world of 1: torch sees 0 GPUs here" in done.stdout and "world of 8: torch sees 0 GPUs" in done.stdout
 
 
+def script(python: str, out: Path) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ) | {"PYTHON": python, "OUT": str(out), "DEVICE": "cuda"}
+    command = [str(LAUNCHER.with_name("one_gpu.sh"))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_the_script_for_one_gpu_without_one(tmp_path: Path) -> None:
+    """It says what it skips, and leaves no results; of a Python without torch it says that."""
+    done = script(sys.executable, tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    for said in ("world of 1: torch sees 0 GPUs here", "skipped: a world of 1, torch sees 0 GPUs here"):
+        assert said in done.stdout
+    done = script(str(tmp_path / "no-python"), tmp_path / "results")
+    assert done.returncode == 2 and "lacks torch, numpy or networkx" in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
 BROKEN = '''
 import time
 import torch.distributed as dist

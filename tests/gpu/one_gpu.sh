@@ -5,13 +5,22 @@
 #     DEVICE=cpu tests/gpu/one_gpu.sh --quick   a trial without a GPU; more arguments go to tests/gpu/run.py
 #
 # Nothing is installed: the checkout is put on PYTHONPATH. The benchmarks run also where a test has failed; the exit code
-# says whether one has.
+# says whether one has. Without a GPU it says what it skips, and writes nothing.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 PYTHON=${PYTHON:-python3}
 DEVICE=${DEVICE:-cuda}
 OUT=${OUT:-benchmarks/results-gpu}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+if ! there=$("$PYTHON" -c 'import networkx, numpy, torch; print(torch.cuda.device_count())' 2>&1); then
+    echo "$PYTHON lacks torch, numpy or networkx, and nothing is installed here: PYTHON=.venv/bin/python make gpu-check"
+    echo "  it said: ${there##*$'\n'}"
+    exit 2
+fi
+if [ "$DEVICE" = cuda ] && [ "${there##*$'\n'}" -eq 0 ]; then
+    "$PYTHON" tests/gpu/run.py --worlds 1 && "$PYTHON" benchmarks/gpu.py --worlds 1
+    exit
+fi
 mkdir -p "$OUT"
 {
     date -u +%FT%TZ
