@@ -16,6 +16,7 @@ UNEVEN = "uneven parts over tensor parallelism: a and b must have same reduction
 ALONE = {
     "case_over_tp_uneven_and_clipped": UNEVEN,
     "case_full_state_of_uneven_parts": UNEVEN,
+    "case_the_older_fsdp_over_tp_goes_on": "frozen parameters are trained, optimizers are given wrong pieces",
     "case_clipping_over_meshes": "all operands must have the same mesh",
     "case_rprop": "index_put_ in place, and no strategy for _foreach_copy_",
     "case_adafactor": "pow_ in place on a pending norm",
@@ -74,8 +75,8 @@ ON_TWO = {
     "training": "optimizers_in_a_loop optimizers_foreach muon autocast optimizer_in_backward compile_aot_eager "
     "clipping_that_is_not_finite a_module_distributed_whole pipeline_1f1b",
 }
-"""Cases that torch's engine runs on two processes only: four would add its time. This one is held to one process there."""
-FOUR = ("case_the_older_fsdp_over_tp",)
+"""Cases that torch's engine runs on two processes only, for its time; on four one process is the measure."""
+FOUR = ("case_the_older_fsdp_over_tp", "case_the_older_fsdp_over_tp_goes_on")
 """Cases of more than one process on each axis of two."""
 
 

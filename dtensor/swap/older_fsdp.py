@@ -39,6 +39,7 @@ class DTensorExtensions(FSDPExtensions):
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Spec | None]:
         """This rank's part of a DTensor, and what makes it one again; a plain tensor as it is.
 
+        The part is a parameter: of another tensor FSDP makes one that has a gradient, be the DTensor frozen or not.
         Raises ValueError for a pending sum, whose parts are no values of the parameter.
         """
         if not isinstance(tensor, DTensor):
@@ -49,7 +50,7 @@ class DTensorExtensions(FSDPExtensions):
                 f"FullyShardedDataParallel: a sum is pending in a parameter, {spec}; redistribute it first"
             )
         self.tensor_parallel.update(spec.mesh.mesh_dim_names or ())
-        return tensor._local_tensor.detach().requires_grad_(tensor.requires_grad), spec
+        return torch.nn.Parameter(tensor._local_tensor.detach(), requires_grad=tensor.requires_grad), spec
 
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Spec) -> torch.Tensor:
         """A DTensor over the part that FSDP has gathered. Differentiable: the gradient comes back as a part.

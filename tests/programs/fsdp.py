@@ -7,7 +7,13 @@ A case takes the number of processes and gives its numbers.
 import torch
 import torch.nn as nn
 from common import batches, close, full, made, numbers, train
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -377,4 +383,49 @@ def case_the_older_fsdp_over_tp(world):
     set_model_state_dict(other, state)
     found = [t.full_tensor() for t in get_model_state_dict(other).values()]
     close(found, [p.detach() for p in plain.parameters()])
+    return found
+
+
+def case_the_older_fsdp_over_tp_goes_on(world):
+    """With uneven parts and a frozen parameter; model and optimizer come from a state dict, twice."""
+    dp = world // 2
+    mesh = grid(dp, 2)
+    data = batches(2 * STEPS, 4 * world, 9)
+    mine = data.chunk(dp, 1)[mesh.get_local_rank("dp")]
+
+    def optimized(model):
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    def wrapped(seed):
+        model = made(9, 13, seed=seed)
+        model[0].bias.requires_grad_(False)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], **options)
+        return model, optimized(model)
+
+    plain = made(9, 13)
+    plain[0].bias.requires_grad_(False)
+    its = optimized(plain)
+    model, optimizer = wrapped(0)
+    bias = plain[0].bias.clone()
+    for i, options in enumerate((StateDictOptions(), StateDictOptions(cpu_offload=True))):
+        steps = slice(i * STEPS // 2, (i + 1) * STEPS // 2)
+        train(plain, data[steps], its)
+        train(model, mine[steps], optimizer)
+        state = (
+            get_model_state_dict(model, options=options),
+            get_optimizer_state_dict(model, optimizer, options=options),
+        )
+        moment = state[1]["state"]["2.weight"]["exp_avg"]
+        assert moment.placements == (Shard(0), Shard(1)) and moment.shape == (9, 13)
+        close([full(moment)], [its.state[plain[2].weight]["exp_avg"]])
+        model, optimizer = wrapped(4 + i)
+        set_model_state_dict(model, state[0], options=options)
+        set_optimizer_state_dict(model, optimizer, state[1], options=options)
+    train(plain, data[STEPS:], its)
+    train(model, mine[STEPS:], optimizer)
+    found = [t.full_tensor() for t in get_model_state_dict(model).values()]
+    close(found, [p.detach() for p in plain.parameters()])
+    close([found[1]], [bias])
     return found

@@ -1,0 +1,110 @@
+"""Optimizer state of the older FSDP over tensor parallelism, on its way out of an optimizer and into one.
+
+FSDP's pieces are pieces of this rank's part of a parameter. When state is loaded torch gathers it whole over all axes
+and cuts the pieces out of that, at the places that they have in the part: with tensor parallelism those are other
+elements. When state is saved torch takes every part to have the size of its own. Both are put right here, for the
+state of parameters of tensor parallelism; all other state goes torch's way.
+
+    out    flat pieces ──FSDP gathers──▶ part ──post_unflatten──▶ DTensor ──chunk_dtensor──▶ saved
+    in     saved, whole or a DTensor ──part_of──▶ this rank's part, plain ──FSDP cuts──▶ flat pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import _optim_utils
+
+from dtensor.api import distribute_tensor
+from dtensor.placement import Replicate
+from dtensor.spec import Spec
+from dtensor.tensor import DTensor
+
+__all__ = ["follow", "part_of", "stop"]
+
+_OURS = ("_flatten_optim_state", "_shard_orig_param_state", "_unflatten_orig_param_states")
+_torchs: dict[str, Any] = {}
+
+
+def part_of(value: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part, plain, of state of a parameter of layout `spec`: of a DTensor, or of a whole tensor.
+
+    Raises ValueError for state of another shape than the parameter's, of which there are no pieces.
+    """
+    if value.shape != spec.shape:
+        raise ValueError(
+            f"FullyShardedDataParallel over tensor parallelism: state of shape {tuple(value.shape)} for a parameter "
+            f"{spec}; its shape must be the parameter's, whole. fully_shard takes any state that the optimizer has"
+        )
+    if isinstance(value, DTensor):
+        names, wanted = value._spec.mesh.mesh_dim_names, spec.mesh.mesh_dim_names
+        if names and wanted and value._spec.mesh != spec.mesh and set(wanted) <= set(names):
+            layout = dict(zip(wanted, spec.placements, strict=True))
+            if value._spec.mesh[wanted] == spec.mesh:
+                return value.redistribute(placements=[layout.get(name, Replicate()) for name in names]).to_local()
+        value = value.full_tensor()
+    return distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None).to_local()
+
+
+def _parts(info: Any, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter, with tensors that have dims as this rank's parts where it is tensor parallel."""
+    extensions = info.handle.flat_param._param_extensions
+    spec = extensions[info.param_indices[name]]
+    if not isinstance(spec, Spec):
+        return dict(state)
+    return {k: part_of(v, spec) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in state.items()}
+
+
+def _shard_orig_param_state(fsdp_param_info: Any, fqn: str, optim_state: dict[str, Any]) -> dict[str, Any]:
+    """With `use_orig_params=True`: the state of one parameter as this rank's piece."""
+    state = _parts(fsdp_param_info, fqn, optim_state)
+    given: dict[str, Any] = _torchs["_shard_orig_param_state"](fsdp_param_info, fqn, state)
+    return given
+
+
+def _flatten_optim_state(fsdp_param_info: Any, unflat_osd_state: dict[str, Any], unflat_param_names: list[str]) -> Any:
+    """Without: the state of all parameters of one flat parameter as this rank's piece."""
+    state = {n: _parts(fsdp_param_info, n, unflat_osd_state[n]) for n in unflat_param_names if n in unflat_osd_state}
+    return _torchs["_flatten_optim_state"](fsdp_param_info, {**unflat_osd_state, **state}, unflat_param_names)
+
+
+def _unflatten_orig_param_states(
+    fsdp_param_info: Any,
+    output_states: dict[str, dict[str, Any]],
+    state_name: str,
+    shard_state: bool,
+    to_save: bool,
+    cpu_offload: bool,
+) -> None:
+    """State that FSDP has gathered, as it is saved: in place. DTensors have their shape and their layout already."""
+    rest = {}
+    for name, held in output_states.items():
+        value, state = held[state_name], fsdp_param_info.state
+        if not to_save or not isinstance(value, DTensor):
+            rest[name] = held
+            continue
+        if not shard_state:
+            value = value.detach().clone()
+        elif getattr(state._optim_state_dict_config, "_use_dtensor", False):
+            value = state._fsdp_extension.chunk_dtensor(value, state.rank, state._device_mesh)
+        else:
+            value = state._fsdp_extension.chunk_tensor(value)
+        held[state_name] = value.cpu() if cpu_offload else value
+    _torchs["_unflatten_orig_param_states"](fsdp_param_info, rest, state_name, shard_state, to_save, cpu_offload)
+
+
+def follow() -> None:
+    """From now on."""
+    for name in _OURS:
+        if hasattr(_optim_utils, name):
+            _torchs[name] = getattr(_optim_utils, name)
+            setattr(_optim_utils, name, globals()[name])
+
+
+def stop() -> None:
+    """No longer."""
+    for name, function in _torchs.items():
+        setattr(_optim_utils, name, function)
+    _torchs.clear()
