@@ -19,7 +19,7 @@ from typing import Any
 
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.reshard_layout import Path, Space, is_cut
+from dtensor.reshard_layout import Facts, Path, Space, is_cut
 from dtensor.reshard_shot import alike, talkers
 from dtensor.reshard_spread import spread
 from dtensor.reshard_step import Layout, Step
@@ -57,31 +57,32 @@ def legal_steps(space: Space, src: Layout, dst: Layout) -> list[Path]:
     pending = tuple(a for a, (p, q) in enumerate(zip(src, dst)) if p is not q and isinstance(p, Partial))
     if any(isinstance(q, Partial) and p is not q for p, q in zip(src, dst)):
         return []
+    have, want = space.facts(src), space.facts(dst)
     if pending:
-        return _reductions(space, src, dst, pending)
-    axes, pure = talkers(space, src, dst)
+        return _reductions(space, have, want, pending)
+    axes, pure = talkers(space, have, want)
     if not axes:
-        kind = "keep" if alike(space, src, dst) else "slice"
-        return [space.step(kind, (), src, dst)]
+        kind = "keep" if alike(space, have, want) else "slice"
+        return [space.step(kind, (), have, want)]
     changed = tuple(a for a, (p, q) in enumerate(zip(src, dst)) if p is not q)
     if pure and changed == axes and not any(is_cut(dst[a]) for a in axes):
-        return [space.step("all_gather", axes, src, dst)]
-    return [space.step("all_to_all", axes, src, dst)]
+        return [space.step("all_gather", axes, have, want)]
+    return [space.step("all_to_all", axes, have, want)]
 
 
-def _reductions(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]) -> list[Path]:
+def _reductions(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...]) -> list[Path]:
     """Steps that reduce `pending`: whole, each to its own part, or by the receivers."""
-    if any(src[a] is not src[pending[0]] for a in pending):
+    if any(src.layout[a] is not src.layout[pending[0]] for a in pending):
         return []
-    whole = tuple(_REPLICATE if a in pending else p for a, p in enumerate(src))
+    whole = space.put(src, pending, _REPLICATE)
     axes, _ = talkers(space, whole, dst)
     over = tuple(sorted({*axes, *pending}))
     steps = [space.step("all_to_all_reduce", over, src, dst)]
     spread_out = spread(space, src, dst, over, pending)
     steps += [] if spread_out is None else [spread_out]
-    if whole == dst:
+    if whole is dst:
         steps.append(space.step("all_reduce", pending, src, dst))
-    elif not axes and all(is_cut(dst[a]) for a in pending):
+    elif not axes and all(dst.dim_of[a] >= 0 for a in pending):
         steps.append(space.step("reduce_scatter", pending, src, dst))
     return steps
 

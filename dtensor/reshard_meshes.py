@@ -119,10 +119,9 @@ def _plan(src: Spec, dst: Spec, model: CostModel) -> MeshPlan:
         )
     pending = tuple(a for a, p in enumerate(have.placements) if isinstance(p, Partial))
     space = Space(have.mesh.shape, have.shape, have.dtype.itemsize, model)
-    middle = (scattered_to(space, have.placements, None, pending) if pending else None) or tuple(
-        _REPLICATE if isinstance(p, Partial) else p for p in have.placements
-    )
-    first = plan_reshard(have, have.with_placements(middle))
+    here = space.facts(have.placements)
+    middle = (scattered_to(space, here, None, pending) if pending else None) or space.put(here, pending, _REPLICATE)
+    first = plan_reshard(have, have.with_placements(middle.layout))
     return MeshPlan(src, dst, first, want, not _settled(first.dst, want))
 
 

@@ -116,7 +116,7 @@ def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
     if kept != goal:
         axes = _changed(kept, goal)
         goal = tuple(dst.placements[a] if a in axes else p for a, p in enumerate(goal))
-        more, embed = space.step("embed", axes, kept, goal)
+        more, embed = space.step("embed", axes, space.facts(kept), space.facts(goal))
         cost, steps = cost + more, [*steps, *embed]
     steps += _split(goal, dst.placements)
     return ReshardPlan(src, dst, tuple(steps), cost)
@@ -195,7 +195,7 @@ def _kept(space: Space, src: Layout, goal: Layout, dst: Layout) -> Layout:
     """
     axes = [a for a, q in enumerate(dst) if is_cut(src[a]) and q is _SUM and space.sizes[a] > 1]
     kept = tuple([src[a] if a in axes else p for a, p in enumerate(goal)])
-    return kept if axes and space.extends(goal, kept) else goal
+    return kept if axes and space.extends(space.facts(goal), space.facts(kept)) else goal
 
 
 def _split(layout: Layout, dst: Layout) -> list[Step]:

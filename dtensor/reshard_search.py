@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from dtensor.placement import Replicate
-from dtensor.reshard_layout import Path, Space
+from dtensor.reshard_layout import Facts, Path, Space
 from dtensor.reshard_shot import talkers
 from dtensor.reshard_step import Layout, Step
 from dtensor.reshard_ways import (
-    by_speed,
     changed,
     collectives,
     fewest,
     least_bytes,
     pending_axes,
-    replicated,
     scattered_to,
     shot,
     sliced_first,
@@ -41,52 +38,55 @@ _BETTER = 1 - 1e-9
 """Less of a gain than this is rounding."""
 
 
-def cheapest(space: Space, src: Layout, dst: Layout) -> Path:
-    """The cheapest way from `src` to `dst`, where every Partial axis of `dst` is the same in `src`."""
-    pending = tuple(pending_axes(space, src, dst))
+def cheapest(space: Space, source: Layout, goal: Layout) -> Path:
+    """The cheapest way from `source` to `goal`, where every Partial axis of `goal` is the same in `source`."""
+    src, dst = space.facts(source), space.facts(goal)
+    pending = pending_axes(src, dst)
     if not pending:
         known = shot(space, src, dst)
-    elif all(src[a] is src[pending[0]] for a in pending):
+    elif len({id(source[a]) for a in pending}) == 1:
         some = ways(space, src, dst, pending)
-        if not space.model.by_seconds:
+        if not space.by_seconds:
             return fewest(space, some)
-        known = min(some, key=lambda way: (way[0], collectives(way)))
+        known = _better(some)
     else:
-        known = staged(space, src, dst, [tuple(range(len(src)))])
-    differ = [a for a, p in enumerate(src) if p is not dst[a] and space.sizes[a] > 1]
-    if not space.model.by_seconds or len(differ) < 2 or not collectives(known):
+        known = staged(space, src, dst, [tuple(range(len(source)))])
+    if not space.by_seconds:
         return known
-    if known[0] <= space.floor(2, 0) or known[0] <= space.floor(2, least_bytes(space, src, dst)):
+    differ = _differing(space, src, dst)
+    if len(differ) < 2 or known[0] <= space.floor(2, 0) or not collectives(known):
         return known
-    groups = by_speed(space, range(len(src)))
-    if len(groups) == 1 and len(differ) == 2 and _splitting_saves(space, groups[0]) <= 0:
+    if known[0] <= space.floor(2, least_bytes(space, src, dst)):
         return known
-    for order in dict.fromkeys((tuple(groups), tuple([(a,) for group in groups for a in group]))):
+    groups = space.links.by_speed(tuple(range(len(source))))
+    if len(groups) == 1 and len(differ) == 2 and space.links.splitting_saves(groups[0]) <= 0:
+        return known
+    for order in dict.fromkeys((groups, tuple([(a,) for group in groups for a in group]))):
         if len(order) > 1 and (pending or len(differ) > 2):  # else the search tries them
-            known = min(known, staged(space, src, dst, order), key=lambda way: (way[0], collectives(way)))
+            known = _better((known, staged(space, src, dst, order)))
     return _search(space, src, dst, known, _FUEL[min(len(differ), 4)])
 
 
-def _splitting_saves(space: Space, axes: Sequence[int]) -> float:
-    """Seconds that a collective over `axes`, of links alike, takes longer than one after the other, besides bytes."""
-    model, sizes = space.model, [space.sizes[a] for a in axes]
-    if len(sizes) < 2:
-        return 0.0
-    return model.all_gather(math.prod(sizes), 0, axes) - sum(
-        [model.all_gather(k, 0, (a,)) for k, a in zip(sizes, axes)]
-    )
+def _better(some: Sequence[Path]) -> Path:
+    """The fastest of some ways, of equally fast ones that of the fewest collectives."""
+    return min(some, key=lambda way: (way[0], collectives(way)))
 
 
-def _search(space: Space, src: Layout, dst: Layout, known: Path, fuel: int) -> Path:
+def _differing(space: Space, cur: Facts, dst: Facts) -> tuple[int, ...]:
+    """The axes that are not yet as in `dst`."""
+    return tuple([a for a, (p, q) in enumerate(zip(cur.layout, dst.layout)) if p is not q and space.sizes[a] > 1])
+
+
+def _search(space: Space, src: Facts, dst: Facts, known: Path, fuel: int) -> Path:
     """A faster way than `known`, or `known`.
 
     State: a layout. Edges from one with pending axes reduce some of them, or slice; from any other they bring some
     axes to their placement of `dst`. An edge to a layout where nothing is pending is tried with one shot after it at
     once. Every edge leaves fewer axes to reduce, to slice or to bring, and `fuel` counts edges, so the search ends.
     """
-    best: dict[Layout, float] = {src: 0.0}
-    came: dict[Layout, tuple[Layout, tuple[Step, ...]]] = {}
-    queue: list[tuple[float, int, float, Layout]] = [(0.0, 0, 0.0, src)]
+    best: dict[Facts, float] = {src: 0.0}
+    came: dict[Facts, tuple[Facts, tuple[Step, ...]]] = {}
+    queue: list[tuple[float, int, float, Facts]] = [(0.0, 0, 0.0, src)]
     order = itertools.count(1)
     while queue:
         expected, _, cost, cur = heapq.heappop(queue)
@@ -99,81 +99,78 @@ def _search(space: Space, src: Layout, dst: Layout, known: Path, fuel: int) -> P
                 return known
             fuel -= 1
             total = cost + extra
-            if nxt == dst and total < known[0] * _BETTER:
-                known = total, _way(came, src, cur) + steps
-            elif nxt != dst and total < best.get(nxt, known[0] * _BETTER):
-                best[nxt], came[nxt] = total, (cur, steps)
-                if total + space.launch >= known[0] and not space.extends(nxt, dst):
-                    continue
-                if pending_axes(space, nxt, dst):
-                    least = space.floor(1, least_bytes(space, nxt, dst))
-                else:
-                    after, last = shot(space, nxt, dst)
-                    if total + after < known[0] * _BETTER:
-                        known = total + after, _way(came, src, nxt) + last
-                    if not any(len(s.axes) > 1 for s in last if s.is_collective):
-                        continue  # one axis is not left to the steps of several
-                    least = space.floor(2, sum([s.nbytes for s in last if s.is_collective]))
-                if total + least < known[0] * _BETTER:
-                    heapq.heappush(queue, (total + least, next(order), total, nxt))
+            if nxt is dst:
+                if total < known[0] * _BETTER:
+                    known = total, _way(came, src, cur) + steps
+                continue
+            if total >= best.get(nxt, known[0] * _BETTER):
+                continue
+            best[nxt], came[nxt] = total, (cur, steps)
+            if total + space.links.launch >= known[0] and not space.extends(nxt, dst):
+                continue
+            if pending_axes(nxt, dst):
+                least = space.floor(1, least_bytes(space, nxt, dst))
+            else:
+                after, last = shot(space, nxt, dst)
+                if total + after < known[0] * _BETTER:
+                    known = total + after, _way(came, src, nxt) + last
+                if not any(len(s.axes) > 1 for s in last if s.is_collective):
+                    continue  # one axis is not left to the steps of several
+                least = space.floor(2, sum([s.nbytes for s in last if s.is_collective]))
+            if total + least < known[0] * _BETTER:
+                heapq.heappush(queue, (total + least, next(order), total, nxt))
     return known
 
 
-def _way(came: dict[Layout, tuple[Layout, tuple[Step, ...]]], src: Layout, at: Layout) -> tuple[Step, ...]:
+def _way(came: dict[Facts, tuple[Facts, tuple[Step, ...]]], src: Facts, at: Facts) -> tuple[Step, ...]:
     steps: tuple[Step, ...] = ()
-    while at != src:
+    while at is not src:
         at, some = came[at]
         steps = some + steps
     return steps
 
 
-def _some(space: Space, axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Subsets of axes worth trying: those of equal speed, single ones, all but one."""
-    found = dict.fromkeys(by_speed(space, axes))
-    found.update(dict.fromkeys(itertools.combinations(axes, 1)))
-    found.update(dict.fromkeys(itertools.combinations(axes, len(axes) - 1)))
-    return [some for some in found if 0 < len(some) < len(axes)]
-
-
-def _edges(space: Space, cur: Layout, dst: Layout, room: float) -> Iterator[tuple[Layout, Path]]:
+def _edges(space: Space, cur: Facts, dst: Facts, room: float) -> Iterator[tuple[Facts, Path]]:
     """What may follow `cur`, where a way to `dst` in less than `room` seconds is looked for."""
-    pending = pending_axes(space, cur, dst)
+    pending = pending_axes(cur, dst)
     if pending:
         yield from _reducing(space, cur, dst, pending, room)
         return
-    differ = [a for a, p in enumerate(cur) if p is not dst[a] and space.sizes[a] > 1]
-    for nxt in _between(space, cur, dst, differ):
+    for nxt in _between(space, cur, dst, _differing(space, cur, dst)):
         yield nxt, shot(space, cur, nxt)
 
 
-def _between(space: Space, cur: Layout, dst: Layout, differ: Sequence[int]) -> Iterator[Layout]:
+def _between(space: Space, cur: Facts, dst: Facts, differ: tuple[int, ...]) -> Iterator[Facts]:
     """Layouts with some more axes as in `dst`; where there are only two, with one as in `dst` or replicated."""
     if len(differ) != 2:
-        for axes in _some(space, differ):
-            yield tuple([dst[a] if a in axes else p for a, p in enumerate(cur)])
+        for axes in space.links.some(differ):
+            yield space.put_from(cur, axes, dst)
         return
     for a in differ:
-        for p in dict.fromkeys((dst[a], _REPLICATE)):
-            if p is not cur[a]:
-                yield (*cur[:a], p, *cur[a + 1 :])
+        yield space.put_from(cur, (a,), dst)
+        if cur.layout[a] is not _REPLICATE is not dst.layout[a]:
+            yield space.put(cur, (a,), _REPLICATE)
 
 
-def _reducing(space: Space, cur: Layout, dst: Layout, pending: list[int], room: float) -> Iterator[tuple[Layout, Path]]:
+def _reducing(
+    space: Space, cur: Facts, dst: Facts, pending: tuple[int, ...], room: float
+) -> Iterator[tuple[Facts, Path]]:
     """Left out are edges after which `room` does not allow the launch that would still be needed."""
     sliced = sliced_first(space, cur, dst, pending)
-    if sliced != cur:
+    if sliced is not cur:
         yield sliced, space.step("slice", changed(cur, sliced), cur, sliced)
         return
-    if all(cur[a] is cur[pending[0]] for a in pending):
-        over, _ = talkers(space, replicated(cur, pending), dst)
+    kind = cur.layout[pending[0]]
+    if all(cur.layout[a] is kind for a in pending):
+        over, _ = talkers(space, space.put(cur, pending, _REPLICATE), dst)
         yield dst, space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), cur, dst)
-    subsets = [tuple(pending)]
+    subsets = [pending]
     if room > space.floor(2, 0):
-        subsets += _some(space, pending)
+        subsets += space.links.some(pending)
     for axes in subsets:
-        if any(cur[a] is not cur[axes[0]] for a in axes):
+        if len({id(cur.layout[a]) for a in axes}) > 1:
             continue
-        reduced = replicated(cur, axes)
+        reduced = space.put(cur, axes, _REPLICATE)
         whole = space.step("all_reduce", axes, cur, reduced)
         scattered = scattered_to(space, cur, dst, axes)
         if scattered is not None:

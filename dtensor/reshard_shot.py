@@ -9,22 +9,18 @@
 from __future__ import annotations
 
 from dtensor.reshard_layout import Facts, Path, Space, is_cut
-from dtensor.reshard_step import Layout, Step
+from dtensor.reshard_step import Step
 
-__all__ = ["alike", "one_shot", "shot_between", "talkers"]
+__all__ = ["alike", "one_shot", "talkers"]
 
 
-def talkers(space: Space, src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool]:
+def talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, ...], bool]:
     """The axes over which data must move between layouts, and whether cuts are only dropped, not added.
 
     Where an axis fixes the same digits of a dim's index in both (or, where shards are uneven, where the cuts of a
-    dim begin alike), it keeps apart what it kept apart; every other axis that cuts `src` has data that ranks
-    elsewhere on it want. Axes that only cut `dst` need none: each position takes its part.
+    dim begin alike), it keeps apart what it kept apart; every other axis that cuts the first has data that ranks
+    elsewhere on it want. Axes that only cut the second need none: each position takes its part.
     """
-    return _talkers(space, space.facts(src), space.facts(dst))
-
-
-def _talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, ...], bool]:
     key = have_all, want_all
     found = space.talkers.get(key)
     if found is not None:
@@ -34,7 +30,10 @@ def _talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int,
     for n, s, t in zip(space.shape, have_all.cuts, want_all.cuts):
         if s == t or not s:
             continue
-        have, want = (space.digits(n, s), space.digits(n, t)) if t else (None, None)
+        if not t:
+            over.update([axis for axis, _ in s])
+            continue
+        have, want = space.digits(n, s), space.digits(n, t)
         if have is not None and want is not None:
             moved = [axis for axis, pieces in have.items() if want.get(axis) != pieces]
             over.update(moved)
@@ -52,9 +51,9 @@ def _talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int,
     return found
 
 
-def alike(space: Space, src: Layout, dst: Layout) -> bool:
+def alike(space: Space, have_all: Facts, want_all: Facts) -> bool:
     """True where every rank holds the same in both layouts."""
-    for n, s, t in zip(space.shape, space.cuts(src), space.cuts(dst)):
+    for n, s, t in zip(space.shape, have_all.cuts, want_all.cuts):
         if s == t:
             continue
         if not s or not t:
@@ -65,10 +64,10 @@ def alike(space: Space, src: Layout, dst: Layout) -> bool:
     return True
 
 
-def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
+def one_shot(space: Space, have: Facts, want: Facts) -> Path:
     """At most one collective (and a slice) between layouts whose Partial axes agree.
 
-    Within the ranks along the axes that must talk (`talkers`) the shards of `src` are disjoint and together hold
+    Within the ranks along the axes that must talk (`talkers`) the shards of the first are disjoint and together hold
     all that any of them wants, so each element has one source, and every rank receives just what it lacks.
 
         [S(0), R] -> [R, S(0)]       over = {0}: each takes its part of the axis-0 row
@@ -79,22 +78,21 @@ def one_shot(space: Space, src: Layout, dst: Layout) -> Path:
     none must talk; an all-gather (after a slice) where all ranks along `over` want all that they hold together;
     else an all-to-all with split sizes.
     """
-    return shot_between(space, space.facts(src), space.facts(dst))
-
-
-def shot_between(space: Space, have: Facts, want: Facts) -> Path:
-    """`one_shot`, between layouts of which the facts are at hand."""
-    axes, pure = _talkers(space, have, want)
+    if have is want:
+        return 0.0, ()
+    axes, pure = talkers(space, have, want)
     src, dst = have.layout, want.layout
     if not axes:
-        if alike(space, src, dst):
-            return 0.0, () if src == dst else (Step("keep", (), src, dst),)
-        return space.step("slice", tuple([a for a, p in enumerate(src) if p is not dst[a]]), src, dst)
-    if pure and not any(is_cut(dst[a]) for a in axes):
-        mid = tuple([p if a in axes or is_cut(p) else dst[a] for a, p in enumerate(src)])
-        cost, first = (0.0, ()) if alike(space, mid, src) else one_shot(space, src, mid)
-        if first and (talkers(space, mid, dst) != (axes, True) or first[0].is_collective):
-            return space.path("all_to_all", axes, have, want)
-        gather, second = space.step("all_gather", axes, mid if first else src, dst)
+        if alike(space, have, want):
+            return 0.0, (Step("keep", (), src, dst),)
+        return space.step("slice", tuple([a for a, p in enumerate(src) if p is not dst[a]]), have, want)
+    if pure and not any(want.dim_of[a] >= 0 for a in axes):
+        mid = space.facts(tuple([p if a in axes or is_cut(p) else dst[a] for a, p in enumerate(src)]))
+        if alike(space, mid, have):
+            return space.step("all_gather", axes, have, want)
+        cost, first = one_shot(space, have, mid)
+        if first and (talkers(space, mid, want) != (axes, True) or first[0].is_collective):
+            return space.step("all_to_all", axes, have, want)
+        gather, second = space.step("all_gather", axes, mid if first else have, want)
         return cost + gather, first + second
-    return space.path("all_to_all", axes, have, want)
+    return space.step("all_to_all", axes, have, want)

@@ -34,8 +34,8 @@ import torch
 
 from dtensor.placement import Partial
 from dtensor.reshard_geometry import Coord, Region, Runs, holdings, members, region_size
-from dtensor.reshard_layout import Path, Space
-from dtensor.reshard_step import Layout, Step
+from dtensor.reshard_layout import Facts, Path, Space
+from dtensor.reshard_step import Step
 from dtensor.spec import Spec, part_of_runs
 
 __all__ = ["Piece", "arrivals", "in_stages", "pieces_of", "spread"]
@@ -87,26 +87,26 @@ def in_stages(spec: Spec) -> bool:
     return not str(spec.dtype).startswith("torch.float8")
 
 
-def spread(space: Space, src: Layout, dst: Layout, axes: tuple[int, ...], pending: Sequence[int]) -> Path | None:
+def spread(space: Space, src: Facts, dst: Facts, axes: tuple[int, ...], pending: Sequence[int]) -> Path | None:
     """The step from `src`, which is pending on `pending`, to `dst`, over `axes`: those, and those that must talk.
 
     None where the group is too large or too finely cut, or the parts cannot be reduced in stages.
     """
     if not space.in_stages or not space.shape or space.ranks(axes) > _MOST_RANKS:
         return None
-    classes, cut = 1, {a for cuts in space.cuts(dst) for a, _ in cuts}
+    classes = 1
     for layout in (src, dst):
-        for cuts in space.cuts(layout):
+        for cuts in layout.cuts:
             for a, factor in cuts:
                 classes *= space.sizes[a] * (factor or 1) if a in axes else 1
     if classes > _MOST_CLASSES:
         return None
     k = space.ranks(pending)
-    launches = 2 if k == 2 or all(a in cut or space.sizes[a] == 1 for a in axes) else 3
+    launches = 2 if k == 2 or all(dst.dim_of[a] >= 0 or space.sizes[a] == 1 for a in axes) else 3
     return space.spread_step(axes, src, dst, int(level(space, src, dst, axes, k)), launches)
 
 
-def level(space: Space, src: Layout, dst: Layout, axes: tuple[int, ...], k: int) -> float:
+def level(space: Space, src: Facts, dst: Facts, axes: tuple[int, ...], k: int) -> float:
     """Bytes that each rank receives when a reduction of k parts is spread over the ranks along `axes`.
 
     Counted by the digits of the index that each axis fixes, as though all shards were even. For a share `both` of the
@@ -136,15 +136,15 @@ def level(space: Space, src: Layout, dst: Layout, axes: tuple[int, ...], k: int)
     spare = (1 - both) * (k - 1) + both * (k - 2)
     room = 1 - both if k == 2 and circles and both < 1 and links == 2 * circles else 1.0
     total = space.itemsize * math.prod(space.shape)
-    apart = {a for layout in (src, dst) for cuts in space.cuts(layout) for a, _ in cuts if a not in axes}
+    apart = {a for layout in (src, dst) for cuts in layout.cuts for a, _ in cuts if a not in axes}
     mean = total / space.ranks([*apart, *axes])
-    return max(space.nbytes(dst), mean * (copies + spare / room))
+    return max(dst.nbytes, mean * (copies + spare / room))
 
 
-def _digits_of(space: Space, layout: Layout, axes: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+def _digits_of(space: Space, layout: Facts, axes: Sequence[int]) -> dict[int, tuple[int, int, int]]:
     """The digit of an index that each of `axes` fixes: (dim, what is cut before it, its size)."""
     found = {}
-    for d, cuts in enumerate(space.cuts(layout)):
+    for d, cuts in enumerate(layout.cuts):
         before = 1
         for a, factor in cuts:
             before *= max(factor, 1)

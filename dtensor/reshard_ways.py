@@ -6,47 +6,54 @@ the goal cuts and reduce the rest, or to let the receivers reduce; and, where li
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_layout import Path, Space
-from dtensor.reshard_shot import one_shot, shot_between, talkers
+from dtensor.placement import Placement, Replicate, Shard, StridedShard
+from dtensor.reshard_layout import Facts, Path, Space
+from dtensor.reshard_shot import one_shot, talkers
 from dtensor.reshard_spread import spread
-from dtensor.reshard_step import Layout
 
 __all__ = [
-    "by_speed", "changed", "collectives", "dim_of", "fewest", "least_bytes", "pending_axes", "replicated",
-    "scattered_to", "shot", "sliced_first", "staged", "ways",
+    "changed", "collectives", "fewest", "least_bytes", "pending_axes", "scattered_to", "shot", "sliced_first",
+    "staged", "then", "ways",
 ]  # fmt: skip
 
 _REPLICATE = Replicate()
-_ALIKE = 1.25
-"""Links whose speeds differ by less are as fast as each other: a measurement is not more exact."""
 _FEW = 256
 """Bytes that are not worth another collective."""
 
 
-def shot(space: Space, src: Layout, dst: Layout) -> Path:
+def shot(space: Space, have: Facts, want: Facts) -> Path:
     """One shot; by seconds, a gather and a slice where an all-to-all, which takes longer to start, is slower."""
-    key = space.facts(src), space.facts(dst)
+    key = have, want
     found = space.shots.get(key)
     if found is None:
-        found = shot_between(space, *key)
-        if space.model.by_seconds and found[1] and found[1][-1].kind == "all_to_all":
-            over, k = found[1][-1].axes, space.ranks(found[1][-1].axes)
-            gather: float = math.inf
-            if key[0].uneven or space.model.all_gather(k, key[0].nbytes, over) < found[0]:
-                whole = replicated(src, over)
-                gather, step = space.step("all_gather", over, src, whole)
-            if gather < found[0]:
-                rest, more = one_shot(space, whole, dst)
-                found = min(found, (gather + rest, step + more), key=lambda path: path[0])
+        found = one_shot(space, have, want)
+        if space.by_seconds and found[1] and found[1][-1].kind == "all_to_all":
+            found = _gathered(space, have, want, found)
         space.shots[key] = found
     return found
 
 
-def ways(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]) -> list[Path]:
+def _gathered(space: Space, have: Facts, want: Facts, known: Path) -> Path:
+    """A slice of what can be sliced, a gather and another slice, where that is faster than `known`, an all-to-all."""
+    over = known[1][-1].axes
+    link, sliced = space.links.over(over), sliced_first(space, have, want, ())
+    for start in (have,) if sliced is have else (sliced, have):
+        if not start.uneven and link.all_gather(start.nbytes * (link.size - 1)) >= known[0]:
+            continue
+        whole = space.put(start, over, _REPLICATE)
+        if start is not have and talkers(space, start, whole) != (over, True):
+            continue
+        gather, step = space.step("all_gather", over, start, whole)
+        rest = one_shot(space, whole, want)[1] if gather < known[0] else known[1]
+        if not any(s.is_collective for s in rest):
+            first = () if start is have else space.step("slice", changed(have, start), have, start)[1]
+            return gather, first + step + rest
+    return known
+
+
+def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...]) -> list[Path]:
     """The ways of one or two collectives to reduce `pending`, axes of one kind.
 
     After a slice, which is free, they are reduced whole, or scattered and then moved, or those scattered that `dst`
@@ -55,58 +62,65 @@ def ways(space: Space, src: Layout, dst: Layout, pending: tuple[int, ...]) -> li
     never better than one over the axes together, which receives as much.
     """
     sliced = sliced_first(space, src, dst, pending)
-    first: Path = (0.0, ()) if sliced == src else space.step("slice", changed(src, sliced), src, sliced)
-    reduced = replicated(sliced, pending)
-    found = [_then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst)]
-    scattered = scattered_to(space, sliced, dst, pending)
+    first: Path = (0.0, ()) if sliced is src else space.step("slice", changed(src, sliced), src, sliced)
+    reduced = space.put(sliced, pending, _REPLICATE)
+    found = [then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst)]
+    scattered, lands = scattered_to(space, sliced, dst, pending), False
     if scattered is not None:
-        found.append(_then(space, (first, space.step("reduce_scatter", pending, sliced, scattered)), scattered, dst))
-    cut = tuple([a for a in pending if dim_of(dst[a]) >= 0])
+        found.append(then(space, (first, space.step("reduce_scatter", pending, sliced, scattered)), scattered, dst))
+        lands = scattered is dst
+    cut = tuple([a for a in pending if dst.dim_of[a] >= 0])
     rest = tuple([a for a in pending if a not in cut])
     scattered = scattered_to(space, sliced, dst, cut) if cut and rest else None
     if scattered is not None:
         part = space.step("reduce_scatter", cut, sliced, scattered)
-        reduced = replicated(scattered, rest)
-        found.append(_then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
-    if not any(_lands(way, dst) for way in found):
-        over, _ = talkers(space, replicated(src, pending), dst)
-        found.append(space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), src, dst))
+        reduced = space.put(scattered, rest, _REPLICATE)
+        found.append(then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
+    if not lands:  # else the receivers' own reduction receives as much
+        over = _over(space, space.put(src, pending, _REPLICATE), dst, pending)
+        found.append(space.step("all_to_all_reduce", over, src, dst))
         least = least_bytes(space, sliced, dst)
         if not any(_near(space, way, least) for way in found):
-            over, _ = talkers(space, replicated(sliced, pending), dst)
-            way = spread(space, sliced, dst, tuple(sorted({*over, *pending})), pending)
-            found += [] if way is None else [_after(first, way)]
+            over = _over(space, space.put(sliced, pending, _REPLICATE), dst, pending)
+            way = spread(space, sliced, dst, over, pending)
+            found += [] if way is None else [(first[0] + way[0], first[1] + way[1])]
     return found
+
+
+def _over(space: Space, reduced: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:
+    """The axes that must talk after a reduction of `pending`, and those."""
+    return tuple(sorted({*talkers(space, reduced, dst)[0], *pending}))
 
 
 def _near(space: Space, way: Path, least: float) -> bool:
     """True where nothing that receives `least` bytes in two collectives would be chosen instead of `way`."""
-    if space.model.by_seconds:
+    if space.by_seconds:
         return way[0] <= space.floor(2, least)
-    return sum([s.nbytes for s in way[1] if s.is_collective]) <= space._carried(int(least)) * space.model.slack + _FEW
+    return sum([s.nbytes for s in way[1] if s.is_collective]) <= space.carried(int(least)) * space.model.slack + _FEW
 
 
-def _after(first: Path, then: Path) -> Path:
-    return first[0] + then[0], first[1] + then[1]
-
-
-def least_bytes(space: Space, cur: Layout, dst: Layout) -> float:
+def least_bytes(space: Space, cur: Facts, dst: Facts) -> float:
     """No way from `cur` to `dst` makes the rank that receives most receive less.
 
     Where nothing is pending, what one shot receives. Else a rank receives all that it wants; and for every element
     k - 1 of its k pending parts arrive somewhere, and one more at every further rank that wants it, spread over the
     ranks. Axes that stay replicated or pending hold copies that are counted one by one.
     """
-    pending = pending_axes(space, cur, dst)
+    pending = pending_axes(cur, dst)
     if not pending:
         return sum([s.nbytes for s in one_shot(space, cur, dst)[1] if s.is_collective])
-    axes = [a for a, (p, q) in enumerate(zip(cur, dst)) if p is not q or not (p is _REPLICATE or p.is_partial())]
-    cut = {a for cuts in space.cuts(dst) for a, _ in cuts}
-    arrivals = space.ranks(pending) - 1 + space.ranks([a for a in axes if a not in cut]) - 1
+    ranks, copies, reduced = 1, 1, 1
+    for a, (p, q, k) in enumerate(zip(cur.layout, dst.layout, space.sizes)):
+        if p is not q or cur.dim_of[a] >= 0:
+            ranks *= k
+            if dst.dim_of[a] < 0:
+                copies *= k
+        if a in pending:
+            reduced *= k
     total = space.itemsize
     for n in space.shape:
         total *= n
-    return max(space.nbytes(dst), total * arrivals / space.ranks(axes))
+    return max(dst.nbytes, total * (reduced + copies - 2) / ranks)
 
 
 def fewest(space: Space, some: Sequence[Path]) -> Path:
@@ -121,151 +135,120 @@ def collectives(path: Path) -> int:
     return sum([s.launches for s in path[1]])
 
 
-def by_speed(space: Space, axes: Iterable[int]) -> list[tuple[int, ...]]:
-    """Groups of axes whose links are about equally fast, the fastest first."""
-    key = tuple(axes)
-    known = space.speeds.get(key)
-    if known is not None:
-        return known
-    paces = sorted([(space.model.transfer(1.0, (a,)), a) for a in key if space.sizes[a] > 1])
-    groups: list[tuple[int, ...]] = []
-    start = 0.0
-    for pace, a in paces:
-        if groups and pace <= start * _ALIKE:
-            groups[-1] = tuple(sorted((*groups[-1], a)))
-        else:
-            groups.append((a,))
-            start = pace
-    space.speeds[key] = groups
-    return groups
-
-
-def staged(space: Space, src: Layout, dst: Layout, groups: Sequence[tuple[int, ...]]) -> Path:
+def staged(space: Space, src: Facts, dst: Facts, groups: Sequence[tuple[int, ...]]) -> Path:
     """Group by group: what is pending is scattered, or reduced, in the order given; the rest moves in the other order.
 
     So fast links carry much and slow ones what is left of it. Axes of a group that are pending in several kinds are
     reduced kind by kind.
     """
-    pending = pending_axes(space, src, dst)
+    pending = pending_axes(src, dst)
     cur = sliced_first(space, src, dst, pending)
-    paths: list[Path] = [] if cur == src else [space.step("slice", changed(src, cur), src, cur)]
-    for group in groups:
-        for kind in dict.fromkeys([src[a] for a in group if a in pending]):
-            axes = tuple([a for a in group if a in pending and src[a] is kind])
+    paths: list[Path] = [] if cur is src else [space.step("slice", changed(src, cur), src, cur)]
+    for group in groups if pending else ():
+        for kind in dict.fromkeys([src.layout[a] for a in group if a in pending]):
+            axes = tuple([a for a in group if a in pending and src.layout[a] is kind])
             nxt = scattered_to(space, cur, dst, axes)
             name = "all_reduce" if nxt is None else "reduce_scatter"
-            nxt = nxt or replicated(cur, axes)
+            nxt = nxt or space.put(cur, axes, _REPLICATE)
             paths.append(space.step(name, axes, cur, nxt))
             cur = nxt
     for group in reversed(groups):
-        nxt = tuple([dst[a] if a in group else p for a, p in enumerate(cur)])
-        if nxt != cur:
+        nxt = space.put_from(cur, group, dst)
+        if nxt is not cur:
             paths.append(shot(space, cur, nxt))
             cur = nxt
-    return _then(space, paths, cur, dst)
+    return then(space, paths, cur, dst)
 
 
-def _then(space: Space, paths: Iterable[Path], cur: Layout, dst: Layout) -> Path:
+def then(space: Space, paths: Iterable[Path], cur: Facts, dst: Facts) -> Path:
     """`paths`, which lead to `cur`, and one shot from there."""
-    some = [*paths, shot(space, cur, dst)]
+    some = [*paths] if cur is dst else [*paths, shot(space, cur, dst)]
     return sum([cost for cost, _ in some]), tuple([step for _, steps in some for step in steps])
 
 
-def _lands(way: Path, dst: Layout) -> bool:
-    """True for a reduce-scatter that leads straight to `dst`: the receivers' own reduction receives as much."""
-    return way[1][-1].kind == "reduce_scatter" and way[1][-1].dst == dst
-
-
-def replicated(layout: Layout, axes: Sequence[int]) -> Layout:
-    """`layout` with `axes` replicated."""
-    return tuple([_REPLICATE if a in axes else p for a, p in enumerate(layout)])
-
-
-def pending_axes(space: Space, cur: Layout, dst: Layout) -> list[int]:
+def pending_axes(cur: Facts, dst: Facts) -> tuple[int, ...]:
     """The axes that are still to be reduced."""
-    return [a for a, p in enumerate(cur) if isinstance(p, Partial) and p is not dst[a] and space.sizes[a] > 1]
+    pending = cur.pending
+    return tuple([a for a in pending if cur.layout[a] is not dst.layout[a]]) if pending else pending
 
 
-def changed(cur: Layout, nxt: Layout) -> tuple[int, ...]:
+def changed(cur: Facts, nxt: Facts) -> tuple[int, ...]:
     """The axes on which two layouts differ."""
-    return tuple(a for a, p in enumerate(cur) if p is not nxt[a])
+    return tuple([a for a, (p, q) in enumerate(zip(cur.layout, nxt.layout)) if p is not q])
 
 
-def _cut_later(space: Space, layout: Layout, axis: int, dim: int) -> list[int]:
+def _cut_later(layout: Facts, axis: int, dim: int) -> list[int]:
     """The axes after `axis` that cut `dim`."""
-    return [b for b, _ in space.cuts(layout)[dim] if b > axis]
+    return [b for b, _ in layout.cuts[dim] if b > axis]
 
 
-def dim_of(p: Placement) -> int:
-    """The dim that a shard cuts, -1 for other placements."""
-    return p.dim if isinstance(p, (Shard, StridedShard)) else -1
-
-
-def sliced_first(space: Space, cur: Layout, dst: Layout, pending: Sequence[int]) -> Layout:
+def sliced_first(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -> Facts:
     """`cur` with every replicated axis cut that can be, so that less is reduced.
 
-    Left alone are axes that cut a dim before another axis does in `cur` (their part is not this rank's to
-    take), or after a pending axis that will cut the same dim (it must come first).
+    Left alone are axes that cut a dim before another axis does in `cur` (their part is not this rank's to take, unless
+    a split factor skips what the other cuts, now and in `dst`), or after a pending axis that will cut the same dim (it
+    must come first).
     """
-    nxt = list(cur)
-    for a, p in enumerate(cur):
-        d = dim_of(dst[a])
-        if p is _REPLICATE and d >= 0 and space.sizes[a] > 1 and not _cut_later(space, cur, a, d):
-            if not any(b < a and dim_of(dst[b]) == d for b in pending):
-                nxt[a] = dst[a]
-    return tuple(nxt)
+    nxt = cur
+    for a, p in enumerate(cur.layout):
+        d = dst.dim_of[a]
+        if p is not _REPLICATE or d < 0 or space.sizes[a] == 1:
+            continue
+        if any(b < a and dst.dim_of[b] == d for b in pending):
+            continue
+        later = _cut_later(cur, a, d)
+        if later and not isinstance(dst.layout[a], StridedShard):
+            continue
+        cut = space.put(nxt, (a,), dst.layout[a])
+        if not later or (not talkers(space, nxt, cut)[0] and a not in talkers(space, cut, dst)[0]):
+            nxt = cut
+    return nxt
 
 
-def scattered_to(space: Space, cur: Layout, dst: Layout | None, axes: tuple[int, ...]) -> Layout | None:
+def scattered_to(space: Space, cur: Facts, dst: Facts | None, axes: tuple[int, ...]) -> Facts | None:
     """Where a reduce-scatter over `axes` leads: to shards of `dst` where possible, else (or with None) to even shards.
 
     Replicated axes that cut the same dim right after one of `axes` are cut along with it, so that nothing is
     received that is not wanted. Returns None for a tensor without dims.
     """
-    nxt = list(cur)
-    if dst is None:
-        for a in axes:
-            cut = _best_cut(space, tuple(nxt), cur, a)
+    nxt = list(cur.layout)
+    for a in axes:
+        d = -1 if dst is None else dst.dim_of[a]
+        if dst is None or d < 0 or _cut_later(cur, a, d):
+            cut = _best_cut(space, space.facts(tuple(nxt)), cur if dst is None else dst, a)
             if cut is None:
                 return None
             nxt[a] = cut
-        return tuple(nxt)
-    for a in axes:
-        d = dim_of(dst[a])
-        if d < 0 or _cut_later(space, cur, a, d):
-            p = _best_cut(space, tuple(nxt), dst, a)
-            if p is None:
-                return None
-            nxt[a] = p
             continue
-        nxt[a] = dst[a]
-    for b, p in enumerate(cur):
-        d = dim_of(dst[b])
-        if p is _REPLICATE and d >= 0 and space.sizes[b] > 1 and not _cut_later(space, cur, b, d):
-            if any(a < b and nxt[a] is dst[a] and dim_of(dst[a]) == d for a in axes):
-                nxt[b] = dst[b]
-    return tuple(nxt)
+        nxt[a] = dst.layout[a]
+    if dst is not None:
+        for b, p in enumerate(cur.layout):
+            d = dst.dim_of[b]
+            if p is not _REPLICATE or d < 0 or space.sizes[b] == 1 or _cut_later(cur, b, d):
+                continue
+            if any(a < b and nxt[a] is dst.layout[a] and dst.dim_of[a] == d for a in axes):
+                nxt[b] = dst.layout[b]
+    return space.facts(tuple(nxt))
 
 
-def _best_cut(space: Space, cur: Layout, dst: Layout, axis: int) -> Placement | None:
+def _best_cut(space: Space, cur: Facts, dst: Facts, axis: int) -> Placement | None:
     """A shard for `axis` that keeps what this rank holds of `cur` in place: even, of a dim `dst` leaves whole, early.
 
     An early dim is gathered without a copy; where none is even it is the one whose largest shard is smallest. Where a
     later axis cuts the dim already, a split factor puts `axis` after it, if all is even.
     """
     k, best, choice = space.sizes[axis], (0.0, False, 1), None
-    for d, n in enumerate(space.dims(cur)):
+    for d, n in enumerate(cur.dims):
         if not n:
             continue
-        later = _cut_later(space, cur, axis, d)
-        p: Placement = Shard(d)
+        cuts = cur.cuts[d]
+        later = [b for b, _ in cuts if b > axis]
         if later:
-            if any(f for _, f in space.cuts(cur)[d]):
+            if any(f for _, f in cuts):
                 continue
-            if space.shape[d] % (k * space.ranks([a for a, _ in space.cuts(cur)[d]])):
+            if space.shape[d] % (k * space.ranks([a for a, _ in cuts])):
                 continue
-            p = StridedShard(d, split_factor=space.ranks(later))
-        score = (-(-(-n // k) * k / n), not any(dim_of(q) == d for q in dst), -d)
+        score = (-(-(-n // k) * k / n), d not in dst.dim_of, -d)
         if choice is None or score > best:
-            best, choice = score, p
+            best, choice = score, StridedShard(d, split_factor=space.ranks(later)) if later else Shard(d)
     return choice

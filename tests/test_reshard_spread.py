@@ -24,7 +24,6 @@ from dtensor.reshard_run import run_reshard
 from dtensor.reshard_shot import talkers
 from dtensor.reshard_spread import balanced, in_stages, pieces_of, spread
 from dtensor.reshard_step import ReshardPlan
-from dtensor.reshard_ways import replicated
 from dtensor.simulate import fake_world
 
 S0, S1 = Shard(0), Shard(1)
@@ -40,11 +39,12 @@ def spread_plan(mesh: DeviceMesh, full: torch.Tensor, src: Layout, dst: Layout) 
     model = CostModel(wire={torch.bfloat16: torch.float32})
     wire = model.wire.get(full.dtype) if full.dtype.is_floating_point else None
     space = Space(mesh.shape, full.shape, full.itemsize, model, wire, in_stages(have))
-    over, _ = talkers(space, replicated(src, pending), dst)
+    held, wanted = space.facts(src), space.facts(dst)
+    over, _ = talkers(space, space.put(held, pending, R), wanted)
     axes = tuple(a for a in sorted({*over, *pending}))
     if math.prod(mesh.shape[a] for a in axes) == 1:
         return None
-    found = spread(space, src, dst, axes, pending)
+    found = spread(space, held, wanted, axes, pending)
     return None if found is None else ReshardPlan(have, want, found[1], found[0])
 
 
