@@ -172,10 +172,25 @@ def on_cpu() -> Iterator[None]:
         assert torch.allclose(sums, _attend(q, k, v, None, is_causal, scale)[1], atol=1e-5), "not this rank's sums"
         return _back(grad, q, k, v, None, is_causal, scale)[:3]
 
-    for name, kernel in (("efficient", efficient), ("flash", flash)):
-        lib.impl(f"_scaled_dot_product_{name}_attention", kernel, "CPU")
-    lib.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
-    lib.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+    def cudnn(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+        out, sums, _ = _attend(q, k, v, bias, is_causal, scale)
+        cut = sums.unsqueeze(-1) if compute_log_sumexp else out.new_empty(0)
+        return out, cut, None, None, q.shape[2], k.shape[2], _number(), _number(), None
+
+    def cudnn_backward(
+        grad, q, k, v, out, sums, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale=None
+    ):
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert torch.allclose(sums[..., 0], _attend(q, k, v, bias, is_causal, scale)[1], atol=1e-5), "not its sums"
+        return _back(grad, q, k, v, bias, is_causal, scale)[:3]
+
+    kernels = {
+        "efficient": efficient, "efficient_backward": efficient_backward, "flash": flash,
+        "flash_backward": flash_backward, "cudnn": cudnn, "cudnn_backward": cudnn_backward,
+    }  # fmt: skip
+    for name, kernel in kernels.items():
+        backend, _, back = name.partition("_")
+        lib.impl(f"_scaled_dot_product_{backend}_attention{'_' * bool(back)}{back}", kernel, "CPU")
     try:
         yield
     finally:
@@ -193,6 +208,9 @@ SAMPLES = [
     Sample("efficient, a bias",
            lambda q, k, v, b: aten._scaled_dot_product_efficient_attention(q, k, v, b.expand(2, 4, 5, 5), True)[0],
            (*qkv(2, 4, 5, 4), qkv(1, 4, 5, 5)[0]), pending=()),
+    Sample("cudnn",
+           lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0],
+           qkv(4, 4, 5, 4), pending=("sum",)),
 ]  # fmt: skip
 
 

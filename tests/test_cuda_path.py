@@ -6,6 +6,7 @@ taken for tensors on a device with streams. What is issued is compared with what
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -217,6 +218,28 @@ def test_what_travels_is_what_nccl_carries(dtype: torch.dtype) -> None:
     for calls in ranks:
         assert [c.dtype for c in calls] == [moved] * 4 + [reduced] * 2, calls
         assert all(c.now for c in calls)
+
+
+@pytest.mark.parametrize(("name", "value"), [("TORCH_NCCL_BLOCKING_WAIT", "1"), ("NCCL_BLOCKING_WAIT", "1"), ("", "")])
+def test_blocking_wait_waits_for_every_collective(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """Where torch is told to raise errors of NCCL where the host waits, the host waits: nothing is left in a queue."""
+    for known in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        monkeypatch.delenv(known, raising=False)
+    if name:
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.spec_from_file_location("another_comm_sent", comm_sent.__file__)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    on_a_device = torch.empty(2, device="meta")  # any device but the CPU
+    assert fresh.in_queue(on_a_device) is (not name) and not fresh.in_queue(torch.empty(2))
+    waited, wait = [], fresh._wait
+    monkeypatch.setattr(fresh, "_wait", lambda x: waited.append(x) or wait(x))
+    with on_rank(0, 2), Recorder() as seen:
+        fresh.in_queue = lambda x: not fresh.BLOCKING
+        place = init_device_mesh("cpu", (2,)).comm()
+        fresh.all_reduce(place, torch.ones(2), torch.ones(2), "sum", False).wait()
+    assert len(waited) == bool(name) and [c.now for c in seen.calls] == [not name], seen.calls
 
 
 # ------------------------------------------------------------ with numbers, on gloo

@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtensor import Partial, Replicate, Shard, init_device_mesh
+from dtensor.simulate import fake_world
+from dtensor.spec import Spec
+from propagation_rules.proof import parts
 
 LAUNCHER = Path(__file__).parent / "gpu" / "run.py"
 
@@ -58,6 +64,41 @@ def test_the_script_for_one_gpu_without_one(tmp_path: Path) -> None:
     done = script(str(tmp_path / "no-python"), tmp_path / "results")
     assert done.returncode == 2 and "lacks torch, numpy or networkx" in done.stdout
     assert not (tmp_path / "results").exists()
+
+
+ON_FAKE_TENSORS = (
+    "collectives.one_launch", "collectives.gradients_in_one_launch", "redistribution.other_order",
+    "redistribution.distribute", "attention.grouped", "random_numbers.whole_draws",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA cannot copy fake CUDA tensors")
+def test_cases_keep_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake CUDA tensors, whose ops refuse a mix of devices: inputs, results and what they are compared with."""
+    monkeypatch.syspath_prepend(str(LAUNCHER.parent))
+    import environment
+    import worker
+
+    def alike(got: torch.Tensor, want: torch.Tensor, *tolerances: object, **more: object) -> None:
+        assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
+
+    monkeypatch.setattr(parts, "_noise", lambda t, g: torch.zeros_like(t))
+    monkeypatch.setattr(environment.Environment, "same_everywhere", lambda self, *values: None)
+    cases = {name: case for name, case in worker._found("") if name in ON_FAKE_TENSORS}
+    assert len(cases) == len(ON_FAKE_TENSORS)
+    for case in cases.values():
+        monkeypatch.setattr(sys.modules[case.__module__], "close", alike)
+        with fake_world(4, 3), FakeTensorMode():
+            case(environment.Environment(torch.device("cuda", 0), 3, 4, quick=True))
+
+
+def test_parts_are_on_the_device_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_noise", lambda t, g: torch.zeros_like(t))
+    for placement in (Replicate(), Shard(1), Partial(), Partial("max")):
+        with fake_world(4, 1), FakeTensorMode():
+            spec = Spec.make(init_device_mesh("cuda", (4,)), (placement,), (3, 8), (8, 1), torch.float32)
+            part = parts.part_of(torch.empty(3, 8, device="cuda"), spec)
+            assert part.device.type == "cuda" and part.shape == spec.local_shape
 
 
 BROKEN = '''

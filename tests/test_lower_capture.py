@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from test_cuda_path import Recorder
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, lower_capture, simulate
@@ -170,3 +175,109 @@ def test_the_host_is_no_device() -> None:
     """On the CPU there is nothing to capture; inputs that are left there are named."""
     text = refusal(1, lambda net, x: (lambda net, x: net(x), net, x))
     assert "inputs on ['cpu']" in text and "one device" in text and "capturable=True" in text
+
+
+# ------------------------------------------------------------ on process groups, and what torch.cuda is asked
+def test_collectives_of_process_groups(one_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a backend that the host takes part in are refused; NCCL's are captured, in order, and replayed."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,))
+    net = Net(mesh)
+    x = distribute_tensor(torch.randn(6, 4), mesh, [R], src_data_rank=None)
+    with torch.no_grad():
+        run = lambda net, x: net(x).full_tensor()  # noqa: E731
+        step = dtensor.lower(run, net, x)
+        with pytest.raises(LowerError, match="(?s)a collective of .*fake.*run on NCCL"):
+            captured(step, [], net, x)
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        fast = captured(step, [], net, x)
+        for i in range(2):
+            with Recorder() as seen:
+                got = fast(net, x * i)
+            with Recorder() as eager:
+                want = run(net, x * i)
+            assert [c.kind for c in seen.calls] == [c.kind for c in eager.calls] and seen.calls
+            assert_close(got, want)
+
+
+def test_a_copy_to_the_host_is_refused() -> None:
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        source = graph.placeholder("x")
+        source.meta["val"] = torch.empty(2, device="cuda")
+        for device, fine in (("cuda", True), ("cpu", False)):
+            node = graph.call_function(torch.ops.aten._to_copy.default, (source,), {"device": torch.device(device)})
+            node.meta["val"] = torch.empty(2, device=device)
+            if fine:
+                lower_capture._check_node(node, "step.capture")
+                continue
+            with pytest.raises(LowerError, match="a copy to the host"):
+                lower_capture._check_node(node, "step.capture")
+
+
+class Cuda:
+    """torch.cuda, as far as a capture needs it: writes down what is asked, on which stream the program runs."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = "main"
+        cuda = self
+
+        class Stream:
+            def __init__(self, name: str = "side") -> None:
+                self.name = name
+
+            def wait_stream(self, other: Stream) -> None:
+                cuda.log.append(f"{self.name} waits for {other.name}")
+
+        class CUDAGraph:
+            def replay(self) -> None:
+                cuda.log.append("replay")
+
+        self.Stream, self.CUDAGraph = Stream, CUDAGraph
+
+    def current_stream(self) -> Any:
+        return self.Stream(self.now)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    @contextmanager
+    def graph(self, graph: Any, capture_error_mode: str) -> Iterator[None]:
+        self.log.append(f"capture, {capture_error_mode}")
+        yield
+        self.log.append("captured")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+def test_what_a_capture_asks_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warming up runs on a stream beside, between two waits, and ends before the capture; a replay is one launch."""
+    cuda = Cuda()
+    for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    graph, value = lower_capture.Graph(), torch.ones(1)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        cuda.log.append(f"run on {cuda.now}")
+        return (value,)
+
+    graph.warm(run, 2)
+    assert graph.record(run)[0] is value
+    graph.replay()
+    assert cuda.log == [
+        "side waits for main", "run on side", "run on side", "main waits for side", "synchronize",
+        "capture, thread_local", "run on main", "captured", "replay",
+    ]  # fmt: skip
+
+
+def test_inputs_lie_on_one_cuda_device() -> None:
+    with FakeTensorMode():
+        here, there, host = (torch.empty(1, device=d) for d in ("cuda:0", "cuda:1", "cpu"))
+    assert lower_capture.device_of([here, here]) == torch.device("cuda", 0)
+    assert lower_capture.device_of([here, there]) is lower_capture.device_of([here, host]) is None
+    assert lower_capture.device_of([host]) is lower_capture.device_of([]) is None

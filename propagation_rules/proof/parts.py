@@ -42,7 +42,12 @@ def pending_ops(dtype: torch.dtype) -> tuple[str, ...]:
 
 # ------------------------------------------------------------ cutting
 def part_of(full: torch.Tensor, spec: Spec, seed: int = 0, coord: Sequence[int] | None = None) -> torch.Tensor:
-    """The local tensor of `full` in layout `spec` on the rank at `coord` (default: this rank)."""
+    """The local tensor of `full` in layout `spec` on the rank at `coord` (default: this rank).
+
+    It is on the device of `full`, and the same on all devices: parts of a pending tensor are made up on the CPU.
+    """
+    if full.device.type not in ("cpu", "meta"):
+        return part_of(full.cpu(), spec, seed, coord).to(full.device)
     coord = spec.mesh.coord if coord is None else coord
     if coord is None:
         return full.new_empty(spec.local_shape)

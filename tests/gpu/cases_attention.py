@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from environment import Environment, Skip, close, placed, rand
@@ -89,6 +91,27 @@ def case_grouped(env: Environment) -> None:
         given = [placed(t, mesh, [layout]) for t in (q, k, v)]
         got = F.scaled_dot_product_attention(*given, enable_gqa=True)
         close(got.full_tensor(), want, 3e-2, 3e-2, layout)
+
+
+def case_masked(env: Environment) -> None:
+    """With a mask that is added, one for all heads or one each, and its gradient; whatever backend torch chooses."""
+    dtype = torch.bfloat16 if env.cuda else torch.float32
+    for mesh in env.meshes():
+        for heads, layout in itertools.product((1, 8), (Shard(0), Shard(1), Replicate())):
+            whole = [
+                t.requires_grad_() for t in (*_inputs(env, 8, dtype), rand(env, 8, heads, 32, 32, seed=5, dtype=dtype))
+            ]
+            of_mask = Replicate() if heads == 1 and layout == Shard(1) else layout
+            given = [placed(t.detach(), mesh, [layout] * mesh.ndim, True) for t in whole[:3]]
+            given.append(placed(whole[3].detach(), mesh, [of_mask] * mesh.ndim, True))
+            want = F.scaled_dot_product_attention(*whole[:3], attn_mask=whole[3])
+            got = F.scaled_dot_product_attention(*given[:3], attn_mask=given[3])
+            close(got.full_tensor(), want, 3e-2, 3e-2, (heads, layout))
+            want.sum().backward()
+            got.sum().backward()
+            for g, w in zip(given, whole, strict=True):
+                assert g.grad is not None and w.grad is not None
+                close(g.grad.full_tensor(), w.grad, 3e-2, 0.1, (heads, layout))
 
 
 def case_dropout(env: Environment) -> None:
