@@ -22,12 +22,13 @@ def case_matmuls(env: Environment) -> None:
             want.sum().backward()
             assert x.grad is not None and y.grad is not None
             for pa, pb in ((R, R), (Shard(0), R), (R, Shard(1)), (Shard(1), Shard(0)), (Shard(1), R), (Partial(), R)):
+                near = rtol * 20 * (max(1, env.world / 2) if pa == Partial() else 1)  # as many parts are rounded
                 p, q = placed(a, mesh, [pa] * n, True), placed(b, mesh, [pb] * n, True)
                 got = p @ q
-                close(got.full_tensor(), want, rtol, rtol * 20, (dtype, pa, pb))
+                close(got.full_tensor(), want, rtol, near, (dtype, pa, pb))
                 got.sum().backward()
-                close(p.grad.full_tensor(), x.grad, rtol, rtol * 20, (dtype, pa, pb))
-                close(q.grad.full_tensor(), y.grad, rtol, rtol * 20, (dtype, pa, pb))
+                close(p.grad.full_tensor(), x.grad, rtol, near, (dtype, pa, pb))
+                close(q.grad.full_tensor(), y.grad, rtol, near, (dtype, pa, pb))
 
 
 def case_autocast(env: Environment) -> None:
