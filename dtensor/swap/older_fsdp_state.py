@@ -2,8 +2,9 @@
 
 FSDP's pieces are pieces of this rank's part of a parameter. When state is loaded torch gathers it whole over all axes
 and cuts the pieces out of that, at the places that they have in the part: with tensor parallelism those are other
-elements. When state is saved torch takes every part to have the size of its own. Both are put right here, for the
-state of parameters of tensor parallelism; all other state goes torch's way.
+elements. When state is saved torch takes every part to have the size of its own, and without `use_orig_params` rank 0
+to be in every group. All this is put right here, for the state of parameters of tensor parallelism; all other state
+goes torch's way.
 
     out    flat pieces ──FSDP gathers──▶ part ──post_unflatten──▶ DTensor ──chunk_dtensor──▶ saved
     in     saved, whole or a DTensor ──part_of──▶ this rank's part, plain ──FSDP cuts──▶ flat pieces
@@ -24,7 +25,9 @@ from dtensor.tensor import DTensor
 
 __all__ = ["follow", "part_of", "stop"]
 
-_OURS = ("_flatten_optim_state", "_shard_orig_param_state", "_unflatten_orig_param_states")
+_OURS = (
+    "_flatten_optim_state", "_map_param_key_to_optim_keys", "_shard_orig_param_state", "_unflatten_orig_param_states",
+)  # fmt: skip
 _torchs: dict[str, Any] = {}
 
 
@@ -68,6 +71,22 @@ def _flatten_optim_state(fsdp_param_info: Any, unflat_osd_state: dict[str, Any],
     """Without: the state of all parameters of one flat parameter as this rank's piece."""
     state = {n: _parts(fsdp_param_info, n, unflat_osd_state[n]) for n in unflat_param_names if n in unflat_osd_state}
     return _torchs["_flatten_optim_state"](fsdp_param_info, {**unflat_osd_state, **state}, unflat_param_names)
+
+
+def _map_param_key_to_optim_keys(
+    optim_state_dict: dict[str, Any],
+    group: Any,
+    param_key_to_param: Any,
+    param_to_fqns: Any,
+    fqn_to_fsdp_param_info: dict[str, Any],
+    merge_keys: bool = False,
+) -> Any:
+    """The names of what has state, the same on all ranks: gathered, as only one group of FSDP has rank 0."""
+    handles = {id(info.handle): info.handle for info in fqn_to_fsdp_param_info.values()}
+    over_both = any(isinstance(e, Spec) for h in handles.values() for e in h.flat_param._param_extensions)
+    return _torchs["_map_param_key_to_optim_keys"](
+        optim_state_dict, group, param_key_to_param, param_to_fqns, fqn_to_fsdp_param_info, merge_keys or over_both
+    )
 
 
 def _unflatten_orig_param_states(

@@ -387,10 +387,16 @@ def case_the_older_fsdp_over_tp(world):
 
 
 def case_the_older_fsdp_over_tp_goes_on(world):
-    """With uneven parts and a frozen parameter; model and optimizer come from a state dict, twice."""
+    """With uneven parts, and a frozen parameter where FSDP takes one; its state goes through state dicts."""
+    return [x for each in (True, False) for x in gone_on(world, use_orig_params=each, frozen=each)]
+
+
+def gone_on(world, use_orig_params, frozen):
+    """A step, then model and optimizer from sharded state, from state on the CPU, from the optimizer's full state."""
     dp = world // 2
     mesh = grid(dp, 2)
-    data = batches(2 * STEPS, 4 * world, 9)
+    ways = [StateDictOptions(), StateDictOptions(cpu_offload=True), StateDictOptions(full_state_dict=True)]
+    data = batches(len(ways) + 1, 4 * world, 9)
     mine = data.chunk(dp, 1)[mesh.get_local_rank("dp")]
 
     def optimized(model):
@@ -398,34 +404,31 @@ def case_the_older_fsdp_over_tp_goes_on(world):
 
     def wrapped(seed):
         model = made(9, 13, seed=seed)
-        model[0].bias.requires_grad_(False)
+        model[0].bias.requires_grad_(not frozen)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        options = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
         model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], **options)
         return model, optimized(model)
 
     plain = made(9, 13)
-    plain[0].bias.requires_grad_(False)
+    plain[0].bias.requires_grad_(not frozen)
     its = optimized(plain)
     model, optimizer = wrapped(0)
-    bias = plain[0].bias.clone()
-    for i, options in enumerate((StateDictOptions(), StateDictOptions(cpu_offload=True))):
-        steps = slice(i * STEPS // 2, (i + 1) * STEPS // 2)
-        train(plain, data[steps], its)
-        train(model, mine[steps], optimizer)
-        state = (
-            get_model_state_dict(model, options=options),
-            get_optimizer_state_dict(model, optimizer, options=options),
-        )
-        moment = state[1]["state"]["2.weight"]["exp_avg"]
-        assert moment.placements == (Shard(0), Shard(1)) and moment.shape == (9, 13)
-        close([full(moment)], [its.state[plain[2].weight]["exp_avg"]])
+    for i, options in enumerate(ways):
+        train(plain, data[i : i + 1], its)
+        train(model, mine[i : i + 1], optimizer)
+        weights, moments = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer, options=options)
+        for name, p in plain.named_parameters():
+            if p.requires_grad:
+                close([full(moments["state"][name]["exp_avg"])], [its.state[p]["exp_avg"]])
+        moment = moments["state"]["2.weight"]["exp_avg"]
+        assert options.full_state_dict or moment.placements == (Shard(0), Shard(1))
         model, optimizer = wrapped(4 + i)
-        set_model_state_dict(model, state[0], options=options)
-        set_optimizer_state_dict(model, optimizer, state[1], options=options)
-    train(plain, data[STEPS:], its)
-    train(model, mine[STEPS:], optimizer)
+        set_model_state_dict(model, weights)
+        set_optimizer_state_dict(model, optimizer, moments, options=options)
+    train(plain, data[len(ways) :], its)
+    train(model, mine[len(ways) :], optimizer)
     found = [t.full_tensor() for t in get_model_state_dict(model).values()]
     close(found, [p.detach() for p in plain.parameters()])
-    close([found[1]], [bias])
+    assert not frozen or torch.equal(found[1], made(9, 13)[0].bias)
     return found
