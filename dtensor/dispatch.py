@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dtensor import moved as moved_views
 from dtensor import random as rng
@@ -349,10 +350,10 @@ class Plan:
         """A rank outside the mesh computes nothing and gets empty shards."""
         if self.inplace:
             return args[0]
-        made = [
-            None if s is None else _new(_DTensor, torch.zeros(s.local_shape, dtype=s.dtype), s, requires_grad=False)
-            for s in self.decision.outputs
-        ]
+        leaves = pytree.tree_leaves([local, named])
+        device = named.get("device") or next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+        empty = lambda s: torch.zeros(s.local_shape, dtype=s.dtype, device=device)  # noqa: E731
+        made = [None if s is None else _new(_DTensor, empty(s), s, requires_grad=False) for s in self.decision.outputs]
         return made[0] if isinstance(self.out, Spec) else made
 
 

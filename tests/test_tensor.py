@@ -186,6 +186,17 @@ def test_ranks_outside_the_mesh_hold_nothing() -> None:
     assert dtensor.simulate(3)(f) == [((0,), 6, 10), (None, 0, 0), ((1,), 4, 10)]
 
 
+def test_what_ranks_outside_the_mesh_hold_is_on_the_device_of_their_inputs() -> None:
+    def f():
+        mesh = dtensor.DeviceMesh("cpu", [0, 2])
+        local = torch.empty(2 if mesh.get_coordinate() else 0, 3, device="meta")
+        d = dtensor.DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+        made = [d * 2, d.sum(0), torch.zeros_like(d), *d.split(2), *torch._foreach_add([d, d], 1.0)]
+        return {(t.device.type, t.to_local().device.type) for t in made}
+
+    assert dtensor.simulate(3)(f) == [{("meta", "meta")}] * 3
+
+
 def test_no_write_escapes_a_view_that_moved_data() -> None:
     """Whatever writes to the base's memory, the view shows it; what writes elsewhere does not count."""
 
