@@ -8,6 +8,7 @@ placements: no rank's coord, and nothing that grows with the number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -63,7 +64,7 @@ class Space:
 
     Attributes:
         sizes: of the mesh axes.
-        shape, itemsize: of the global tensor.
+        shape, itemsize, nbytes_of_all: of the global tensor.
         model, by_seconds: gives the costs, and whether seconds alone decide.
         links: what collectives over some axes cost.
         in_stages: whether pending parts may be reduced some first and the others later.
@@ -80,6 +81,7 @@ class Space:
         "itemsize",
         "links",
         "model",
+        "nbytes_of_all",
         "shape",
         "shots",
         "sizes",
@@ -93,6 +95,7 @@ class Space:
     ) -> None:  # fmt: skip
         self.sizes, self.shape, self.itemsize, self.model = tuple(sizes), tuple(shape), itemsize, model
         self.wire, self.in_stages, self.by_seconds = wire, in_stages, model.by_seconds
+        self.nbytes_of_all = itemsize * math.prod(self.shape)
         self.links = links_of(model, self.sizes)
         self._facts: dict[tuple[int, ...], Facts] = {}
         self._steps: dict[tuple[object, ...], Path] = {}

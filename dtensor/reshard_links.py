@@ -31,9 +31,10 @@ class Link:
     Attributes:
         size: positions.
         ring, exchange: seconds that an all-gather and an all-to-all of nothing take.
+        least: seconds that any collective over these axes, or over more, takes at least.
     """
 
-    __slots__ = ("_bandwidth", "_twice", "exchange", "ring", "size")
+    __slots__ = ("_bandwidth", "_twice", "exchange", "least", "ring", "size")
 
     def __init__(self, model: CostModel, size: int, axes: tuple[int, ...]) -> None:
         launch = model.launch(axes)
@@ -42,6 +43,7 @@ class Link:
             self._bandwidth = min([model.axis_bandwidth.get(a, model.bandwidth) for a in axes])
         self.ring, self._twice = launch + (size - 1) * model.hop, launch + 2 * (size - 1) * model.hop
         self.exchange = launch * (1 + model.pairwise) + (size - 1) * model.hop
+        self.least = self.ring
 
     def all_gather(self, received: float) -> float:
         """Every position receives so many bytes from the others together."""
@@ -68,6 +70,7 @@ class _Asked(Link):
     def __init__(self, model: CostModel, size: int, axes: tuple[int, ...]) -> None:
         self._model, self._axes, self.size = model, axes, size
         self.ring, self.exchange = model.all_gather(size, 0, axes), model.all_to_all(size, 0, axes)
+        self.least = model.floor(1, 0)
 
     def all_gather(self, received: float) -> float:
         return self._model.all_gather(self.size, received / (self.size - 1), self._axes)
@@ -112,6 +115,10 @@ class Links:
             size = math.prod([self.sizes[a] for a in axes])
             found = self._links[axes] = (Link if self._usual else _Asked)(self.model, size, axes)
         return found
+
+    def least(self, axes: tuple[int, ...]) -> float:
+        """Seconds that one or more collectives take at least, where each of `axes` must take part in some."""
+        return self.launch if not axes else min(self.over(axes).least, 2 * self.launch)
 
     def by_speed(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Groups of axes whose links are about equally fast, the fastest first; axes of one position are left out."""

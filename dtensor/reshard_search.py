@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from dtensor.placement import Replicate
@@ -32,7 +33,7 @@ from dtensor.reshard_ways import (
 __all__ = ["cheapest"]
 
 _REPLICATE = Replicate()
-_FUEL = (0, 8, 12, 16, 20)
+_FUEL = (0, 8, 11, 16, 20)
 """Edges that a search may look at, by the number of axes that differ."""
 _BETTER = 1 - 1e-9
 """Less of a gain than this is rounding."""
@@ -42,29 +43,30 @@ def cheapest(space: Space, source: Layout, goal: Layout) -> Path:
     """The cheapest way from `source` to `goal`, where every Partial axis of `goal` is the same in `source`."""
     src, dst = space.facts(source), space.facts(goal)
     pending = pending_axes(src, dst)
-    if not pending:
-        known = shot(space, src, dst)
-    elif len({id(source[a]) for a in pending}) == 1:
-        some = ways(space, src, dst, pending)
-        if not space.by_seconds:
-            return fewest(space, some)
-        known = _better(some)
-    else:
-        known = staged(space, src, dst, [tuple(range(len(source)))])
-    if not space.by_seconds:
-        return known
-    differ = _differing(space, src, dst)
-    if len(differ) < 2 or known[0] <= space.floor(2, 0) or not collectives(known):
-        return known
-    if known[0] <= space.floor(2, least_bytes(space, src, dst)):
-        return known
+    one_kind = len({id(source[a]) for a in pending}) == 1
+    if one_kind and not space.by_seconds:
+        return fewest(space, ways(space, src, dst, pending))
     groups = space.links.by_speed(tuple(range(len(source))))
+    orders = [order for order in dict.fromkeys((groups, tuple([(a,) for group in groups for a in group]))) if order[1:]]
+    early: list[Path] = []
+    if one_kind and len(pending) > 1 and space.links.over(pending).least >= 2 * space.links.launch:
+        early, orders = [staged(space, src, dst, order) for order in orders], []
+    if not pending:
+        some = [shot(space, src, dst)]
+    elif one_kind:
+        some = ways(space, src, dst, pending, min([math.inf, *(way[0] for way in early)]))
+    else:
+        some = [staged(space, src, dst, [tuple(range(len(source)))])]
+    known, differ = _better([*some, *early]), _differing(space, src, dst)
+    if not space.by_seconds or len(differ) < 2 or not collectives(known):
+        return known
+    if known[0] <= space.floor(2, 0) or known[0] <= space.floor(2, least_bytes(space, src, dst)):
+        return known
     if len(groups) == 1 and len(differ) == 2 and space.links.splitting_saves(groups[0]) <= 0:
         return known
-    for order in dict.fromkeys((groups, tuple([(a,) for group in groups for a in group]))):
-        if len(order) > 1 and (pending or len(differ) > 2):  # else the search tries them
-            known = _better((known, staged(space, src, dst, order)))
-    return _search(space, src, dst, known, _FUEL[min(len(differ), 4)])
+    if pending or len(differ) > 2:  # else the search tries them
+        known = _better([known, *[staged(space, src, dst, order) for order in orders]])
+    return _Search(space, src, dst, known, _FUEL[min(len(differ), 4)]).run()
 
 
 def _better(some: Sequence[Path]) -> Path:
@@ -77,105 +79,128 @@ def _differing(space: Space, cur: Facts, dst: Facts) -> tuple[int, ...]:
     return tuple([a for a, (p, q) in enumerate(zip(cur.layout, dst.layout)) if p is not q and space.sizes[a] > 1])
 
 
-def _search(space: Space, src: Facts, dst: Facts, known: Path, fuel: int) -> Path:
-    """A faster way than `known`, or `known`.
+def _taking_part(cur: Facts, dst: Facts) -> tuple[int, ...]:
+    """Axes that must take part in a collective: those that are to be reduced, and those whose cuts are dropped."""
+    both = zip(cur.layout, dst.layout, cur.dim_of, dst.dim_of)
+    return tuple([a for a, (p, q, d, e) in enumerate(both) if p is not q and (d >= 0 > e or a in cur.pending)])
+
+
+class _Search:
+    """For a faster way than `known`.
 
     State: a layout. Edges from one with pending axes reduce some of them, or slice; from any other they bring some
     axes to their placement of `dst`. An edge to a layout where nothing is pending is tried with one shot after it at
     once. Every edge leaves fewer axes to reduce, to slice or to bring, and `fuel` counts edges, so the search ends.
     """
-    best: dict[Facts, float] = {src: 0.0}
-    came: dict[Facts, tuple[Facts, tuple[Step, ...]]] = {}
-    queue: list[tuple[float, int, float, Facts]] = [(0.0, 0, 0.0, src)]
-    order = itertools.count(1)
-    while queue:
-        expected, _, cost, cur = heapq.heappop(queue)
-        if expected >= known[0] * _BETTER:
-            return known
-        if cost > best[cur]:
-            continue
-        for nxt, (extra, steps) in _edges(space, cur, dst, known[0] - cost):
-            if fuel <= 0:
-                return known
-            fuel -= 1
-            total = cost + extra
-            if nxt is dst:
-                if total < known[0] * _BETTER:
-                    known = total, _way(came, src, cur) + steps
+
+    __slots__ = ("_best", "_came", "_cost", "_fuel", "_known", "dst", "space", "src")
+
+    def __init__(self, space: Space, src: Facts, dst: Facts, known: Path, fuel: int) -> None:
+        self.space, self.src, self.dst, self._known, self._fuel = space, src, dst, known, fuel
+        self._best: dict[Facts, float] = {src: 0.0}
+        self._came: dict[Facts, tuple[Facts, tuple[Step, ...]]] = {}
+        self._cost = 0.0  # of the way to the layout that is looked at
+
+    def run(self) -> Path:
+        """The fastest way found, or `known`."""
+        queue: list[tuple[float, int, float, Facts]] = [(0.0, 0, 0.0, self.src)]
+        order = itertools.count(1)
+        while queue:
+            expected, _, self._cost, cur = heapq.heappop(queue)
+            if expected >= self._known[0] * _BETTER:
+                break
+            if self._cost > self._best[cur]:
                 continue
-            if total >= best.get(nxt, known[0] * _BETTER):
+            for nxt, (extra, steps) in self._edges(cur):
+                if self._fuel <= 0:
+                    return self._known
+                self._fuel -= 1
+                total = self._cost + extra
+                if nxt is self.dst:
+                    self._found(total, cur, steps)
+                elif total < self._best.get(nxt, self._known[0] * _BETTER):
+                    self._best[nxt], self._came[nxt] = total, (cur, steps)
+                    expected = total + self._least(total, nxt)
+                    if expected < self._known[0] * _BETTER:
+                        heapq.heappush(queue, (expected, next(order), total, nxt))
+        return self._known
+
+    def _found(self, total: float, at: Facts, steps: tuple[Step, ...]) -> None:
+        """Keep the way to `at` with `steps` after it, if it is faster."""
+        if total >= self._known[0] * _BETTER:
+            return
+        while at is not self.src:
+            at, some = self._came[at]
+            steps = some + steps
+        self._known = total, steps
+
+    def _least(self, total: float, cur: Facts) -> float:
+        """Seconds that are still needed from `cur`, reached in `total`; inf where one shot, which is tried, is best."""
+        space, dst = self.space, self.dst
+        if total + space.links.launch >= self._known[0] and not space.extends(cur, dst):
+            return math.inf
+        if pending_axes(cur, dst):
+            return space.links.least(_taking_part(cur, dst)) + space.links.pace * least_bytes(space, cur, dst)
+        after, last = shot(space, cur, dst)
+        self._found(total + after, cur, last)
+        if not any(len(s.axes) > 1 for s in last if s.is_collective):
+            return math.inf  # one axis is not left to the steps of several
+        return space.floor(2, sum([s.nbytes for s in last if s.is_collective]))
+
+    @property
+    def _room(self) -> float:
+        """Seconds that the rest of a faster way may take."""
+        return self._known[0] - self._cost
+
+    def _edges(self, cur: Facts) -> Iterator[tuple[Facts, Path]]:
+        """What may follow `cur`."""
+        pending = pending_axes(cur, self.dst)
+        if pending:
+            return self._reducing(cur, pending)
+        return ((nxt, shot(self.space, cur, nxt)) for nxt in self._between(cur, _differing(self.space, cur, self.dst)))
+
+    def _between(self, cur: Facts, differ: tuple[int, ...]) -> Iterator[Facts]:
+        """Layouts with some more axes as in `dst`; where there are only two, with one as in `dst` or replicated."""
+        space, dst = self.space, self.dst
+        if len(differ) != 2:
+            for axes in space.links.some(differ):
+                yield space.put_from(cur, axes, dst)
+            return
+        for a in differ:
+            yield space.put_from(cur, (a,), dst)
+            if cur.layout[a] is not _REPLICATE is not dst.layout[a]:
+                yield space.put(cur, (a,), _REPLICATE)
+
+    def _reducing(self, cur: Facts, pending: tuple[int, ...]) -> Iterator[tuple[Facts, Path]]:
+        """A slice, or reductions of some axes: those that leave room for what must follow."""
+        space, dst, links = self.space, self.dst, self.space.links
+        sliced = sliced_first(space, cur, dst, pending)
+        if sliced is not cur:
+            yield sliced, space.step("slice", changed(cur, sliced), cur, sliced)
+            return
+        one_kind = len({id(cur.layout[a]) for a in pending}) == 1
+        parts = space.ranks(pending)
+        arrives = space.carried(dst.nbytes, space.itemsize) * (parts - 1)
+        if one_kind and links.over(pending).least + links.pace * arrives + parts * space.model.hop < self._room:
+            over, _ = talkers(space, space.put(cur, pending, _REPLICATE), dst)
+            yield dst, space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), cur, dst)
+        nbytes = space.carried(cur.nbytes)
+        copies = space.ranks([a for a, p in enumerate(cur.layout) if p is _REPLICATE])
+        for axes in (pending, *links.some(pending)):
+            if not one_kind and len({id(cur.layout[a]) for a in axes}) > 1:
                 continue
-            best[nxt], came[nxt] = total, (cur, steps)
-            if total + space.links.launch >= known[0] and not space.extends(nxt, dst):
+            link, more = links.over(axes), 0.0 if len(axes) == len(pending) else links.launch
+            if link.reduce_scatter(nbytes / copies) + more >= self._room:
                 continue
-            if pending_axes(nxt, dst):
-                least = space.floor(1, least_bytes(space, nxt, dst))
-            else:
-                after, last = shot(space, nxt, dst)
-                if total + after < known[0] * _BETTER:
-                    known = total + after, _way(came, src, nxt) + last
-                if not any(len(s.axes) > 1 for s in last if s.is_collective):
-                    continue  # one axis is not left to the steps of several
-                least = space.floor(2, sum([s.nbytes for s in last if s.is_collective]))
-            if total + least < known[0] * _BETTER:
-                heapq.heappush(queue, (total + least, next(order), total, nxt))
-    return known
-
-
-def _way(came: dict[Facts, tuple[Facts, tuple[Step, ...]]], src: Facts, at: Facts) -> tuple[Step, ...]:
-    steps: tuple[Step, ...] = ()
-    while at is not src:
-        at, some = came[at]
-        steps = some + steps
-    return steps
-
-
-def _edges(space: Space, cur: Facts, dst: Facts, room: float) -> Iterator[tuple[Facts, Path]]:
-    """What may follow `cur`, where a way to `dst` in less than `room` seconds is looked for."""
-    pending = pending_axes(cur, dst)
-    if pending:
-        yield from _reducing(space, cur, dst, pending, room)
-        return
-    for nxt in _between(space, cur, dst, _differing(space, cur, dst)):
-        yield nxt, shot(space, cur, nxt)
-
-
-def _between(space: Space, cur: Facts, dst: Facts, differ: tuple[int, ...]) -> Iterator[Facts]:
-    """Layouts with some more axes as in `dst`; where there are only two, with one as in `dst` or replicated."""
-    if len(differ) != 2:
-        for axes in space.links.some(differ):
-            yield space.put_from(cur, axes, dst)
-        return
-    for a in differ:
-        yield space.put_from(cur, (a,), dst)
-        if cur.layout[a] is not _REPLICATE is not dst.layout[a]:
-            yield space.put(cur, (a,), _REPLICATE)
-
-
-def _reducing(
-    space: Space, cur: Facts, dst: Facts, pending: tuple[int, ...], room: float
-) -> Iterator[tuple[Facts, Path]]:
-    """Left out are edges after which `room` does not allow the launch that would still be needed."""
-    sliced = sliced_first(space, cur, dst, pending)
-    if sliced is not cur:
-        yield sliced, space.step("slice", changed(cur, sliced), cur, sliced)
-        return
-    kind = cur.layout[pending[0]]
-    if all(cur.layout[a] is kind for a in pending):
-        over, _ = talkers(space, space.put(cur, pending, _REPLICATE), dst)
-        yield dst, space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), cur, dst)
-    subsets = [pending]
-    if room > space.floor(2, 0):
-        subsets += space.links.some(pending)
-    for axes in subsets:
-        if len({id(cur.layout[a]) for a in axes}) > 1:
-            continue
-        reduced = space.put(cur, axes, _REPLICATE)
-        whole = space.step("all_reduce", axes, cur, reduced)
-        scattered = scattered_to(space, cur, dst, axes)
-        if scattered is not None:
-            part = space.step("reduce_scatter", axes, cur, scattered)
-            yield scattered, part
-            if part[0] <= whole[0] and space.extends(scattered, dst):
-                continue
-        yield reduced, whole
+            whole, scattered = link.all_reduce(nbytes), None
+            followed = more or (links.launch if any(dst.dim_of[a] < 0 for a in axes) else 0.0)
+            if link.reduce_scatter(nbytes / copies) + followed < self._room:
+                scattered = scattered_to(space, cur, dst, axes)
+            if scattered is not None:
+                part = space.step("reduce_scatter", axes, cur, scattered)
+                yield scattered, part
+                if part[0] <= whole and space.extends(scattered, dst):
+                    continue
+            if whole + more < self._room:
+                reduced = space.put(cur, axes, _REPLICATE)
+                yield reduced, space.step("all_reduce", axes, cur, reduced)

@@ -25,7 +25,6 @@ All of a group compute the same pieces from the specs alone, in exact set arithm
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -135,9 +134,8 @@ def level(space: Space, src: Facts, dst: Facts, axes: tuple[int, ...], k: int) -
     copies = space.ranks([a for a in axes if a not in want])
     spare = (1 - both) * (k - 1) + both * (k - 2)
     room = 1 - both if k == 2 and circles and both < 1 and links == 2 * circles else 1.0
-    total = space.itemsize * math.prod(space.shape)
     apart = {a for layout in (src, dst) for cuts in layout.cuts for a, _ in cuts if a not in axes}
-    mean = total / space.ranks([*apart, *axes])
+    mean = space.nbytes_of_all / space.ranks([*apart, *axes])
     return max(dst.nbytes, mean * (copies + spare / room))
 
 

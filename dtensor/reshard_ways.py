@@ -6,6 +6,7 @@ the goal cuts and reduce the rest, or to let the receivers reduce; and, where li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from dtensor.placement import Placement, Replicate, Shard, StridedShard
@@ -53,8 +54,8 @@ def _gathered(space: Space, have: Facts, want: Facts, known: Path) -> Path:
     return known
 
 
-def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...]) -> list[Path]:
-    """The ways of one or two collectives to reduce `pending`, axes of one kind.
+def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: float = math.inf) -> list[Path]:
+    """The ways of one or two collectives to reduce `pending`, axes of one kind, those in less than `room` seconds.
 
     After a slice, which is free, they are reduced whole, or scattered and then moved, or those scattered that `dst`
     cuts and the others reduced whole; or every rank receives the pending parts of what it wants and reduces them
@@ -63,28 +64,49 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...]) -> list
     """
     sliced = sliced_first(space, src, dst, pending)
     first: Path = (0.0, ()) if sliced is src else space.step("slice", changed(src, sliced), src, sliced)
-    reduced = space.put(sliced, pending, _REPLICATE)
-    found = [then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst)]
-    scattered, lands = scattered_to(space, sliced, dst, pending), False
-    if scattered is not None:
-        found.append(then(space, (first, space.step("reduce_scatter", pending, sliced, scattered)), scattered, dst))
-        lands = scattered is dst
+    found: list[Path] = []
+    lands = False
+    if space.links.over(pending).least < room:
+        reduced = space.put(sliced, pending, _REPLICATE)
+        found.append(then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst))
+        scattered = scattered_to(space, sliced, dst, pending)
+        if scattered is not None:
+            part = space.step("reduce_scatter", pending, sliced, scattered)
+            found.append(then(space, (first, part), scattered, dst))
+            lands = scattered is dst
     cut = tuple([a for a in pending if dst.dim_of[a] >= 0])
     rest = tuple([a for a in pending if a not in cut])
-    scattered = scattered_to(space, sliced, dst, cut) if cut and rest else None
-    if scattered is not None:
-        part = space.step("reduce_scatter", cut, sliced, scattered)
-        reduced = space.put(scattered, rest, _REPLICATE)
-        found.append(then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
+    if cut and rest and space.links.over(cut).least + space.links.over(rest).least < room:
+        scattered = scattered_to(space, sliced, dst, cut)
+        if scattered is not None:
+            part = space.step("reduce_scatter", cut, sliced, scattered)
+            reduced = space.put(scattered, rest, _REPLICATE)
+            found.append(then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
     if not lands:  # else the receivers' own reduction receives as much
-        over = _over(space, space.put(src, pending, _REPLICATE), dst, pending)
-        found.append(space.step("all_to_all_reduce", over, src, dst))
-        least = least_bytes(space, sliced, dst)
-        if not any(_near(space, way, least) for way in found):
-            over = _over(space, space.put(sliced, pending, _REPLICATE), dst, pending)
-            way = spread(space, sliced, dst, over, pending)
-            found += [] if way is None else [(first[0] + way[0], first[1] + way[1])]
+        _by_receivers(space, src, first, sliced, dst, pending, found, room)
     return found
+
+
+def _by_receivers(
+    space: Space, src: Facts, first: Path, sliced: Facts, dst: Facts, pending: tuple[int, ...], found: list[Path],
+    room: float,
+) -> None:  # fmt: skip
+    """Add to `found`: each rank reduces what it wants; and, where less may be received so, ranks that have room do."""
+    room = min([room, *(way[0] for way in found)]) if space.by_seconds else math.inf
+    over = _over(space, space.put(src, pending, _REPLICATE), dst, pending)
+    if space.links.over(over).least < room:
+        found.append(space.step("all_to_all_reduce", over, src, dst))
+        room = min(room, found[-1][0])
+    if sliced is not src:
+        over = _over(space, space.put(sliced, pending, _REPLICATE), dst, pending)
+    if space.by_seconds and 2 * space.links.over(over).least >= room:
+        return
+    least = least_bytes(space, sliced, dst)
+    if any(_near(space, way, least) for way in found):
+        return
+    way = spread(space, sliced, dst, over, pending)
+    if way is not None:
+        found.append((first[0] + way[0], first[1] + way[1]))
 
 
 def _over(space: Space, reduced: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:
@@ -109,18 +131,13 @@ def least_bytes(space: Space, cur: Facts, dst: Facts) -> float:
     pending = pending_axes(cur, dst)
     if not pending:
         return sum([s.nbytes for s in one_shot(space, cur, dst)[1] if s.is_collective])
-    ranks, copies, reduced = 1, 1, 1
-    for a, (p, q, k) in enumerate(zip(cur.layout, dst.layout, space.sizes)):
-        if p is not q or cur.dim_of[a] >= 0:
+    ranks, copies, reduced = 1, 1, space.ranks(pending)
+    for p, q, d, e, k in zip(cur.layout, dst.layout, cur.dim_of, dst.dim_of, space.sizes):
+        if p is not q or d >= 0:
             ranks *= k
-            if dst.dim_of[a] < 0:
+            if e < 0:
                 copies *= k
-        if a in pending:
-            reduced *= k
-    total = space.itemsize
-    for n in space.shape:
-        total *= n
-    return max(dst.nbytes, total * (reduced + copies - 2) / ranks)
+    return max(dst.nbytes, space.nbytes_of_all * (reduced + copies - 2) / ranks)
 
 
 def fewest(space: Space, some: Sequence[Path]) -> Path:
@@ -139,15 +156,19 @@ def staged(space: Space, src: Facts, dst: Facts, groups: Sequence[tuple[int, ...
     """Group by group: what is pending is scattered, or reduced, in the order given; the rest moves in the other order.
 
     So fast links carry much and slow ones what is left of it. Axes of a group that are pending in several kinds are
-    reduced kind by kind.
+    reduced kind by kind. Where nothing else moves the last of them are reduced whole if `dst` does not cut them: that
+    is a scatter and a gather in one.
     """
     pending = pending_axes(src, dst)
     cur = sliced_first(space, src, dst, pending)
     paths: list[Path] = [] if cur is src else [space.step("slice", changed(src, cur), src, cur)]
+    left = len(changed(src, dst))
     for group in groups if pending else ():
         for kind in dict.fromkeys([src.layout[a] for a in group if a in pending]):
             axes = tuple([a for a in group if a in pending and src.layout[a] is kind])
-            nxt = scattered_to(space, cur, dst, axes)
+            left -= len(axes)
+            whole = not left and all(dst.dim_of[a] < 0 for a in axes)
+            nxt = None if whole else scattered_to(space, cur, dst, axes)
             name = "all_reduce" if nxt is None else "reduce_scatter"
             nxt = nxt or space.put(cur, axes, _REPLICATE)
             paths.append(space.step(name, axes, cur, nxt))
@@ -211,24 +232,25 @@ def scattered_to(space: Space, cur: Facts, dst: Facts | None, axes: tuple[int, .
     Replicated axes that cut the same dim right after one of `axes` are cut along with it, so that nothing is
     received that is not wanted. Returns None for a tensor without dims.
     """
-    nxt = list(cur.layout)
+    now, sizes = cur, space.sizes
     for a in axes:
-        d = -1 if dst is None else dst.dim_of[a]
-        if dst is None or d < 0 or _cut_later(cur, a, d):
-            cut = _best_cut(space, space.facts(tuple(nxt)), cur if dst is None else dst, a)
+        cut: Placement | None
+        if dst is None or dst.dim_of[a] < 0 or _cut_later(cur, a, dst.dim_of[a]):
+            cut = _best_cut(space, now, cur if dst is None else dst, a)
             if cut is None:
                 return None
-            nxt[a] = cut
+        else:
+            cut = dst.layout[a]
+        now = space.put(now, (a,), cut)
+    if dst is None:
+        return now
+    for b, p in enumerate(cur.layout):
+        d = dst.dim_of[b]
+        if p is not _REPLICATE or d < 0 or sizes[b] == 1 or _cut_later(cur, b, d):
             continue
-        nxt[a] = dst.layout[a]
-    if dst is not None:
-        for b, p in enumerate(cur.layout):
-            d = dst.dim_of[b]
-            if p is not _REPLICATE or d < 0 or space.sizes[b] == 1 or _cut_later(cur, b, d):
-                continue
-            if any(a < b and nxt[a] is dst.layout[a] and dst.dim_of[a] == d for a in axes):
-                nxt[b] = dst.layout[b]
-    return space.facts(tuple(nxt))
+        if any(a < b and now.layout[a] is dst.layout[a] and dst.dim_of[a] == d for a in axes):
+            now = space.put(now, (b,), dst.layout[b])
+    return now
 
 
 def _best_cut(space: Space, cur: Facts, dst: Facts, axis: int) -> Placement | None:
@@ -243,12 +265,11 @@ def _best_cut(space: Space, cur: Facts, dst: Facts, axis: int) -> Placement | No
             continue
         cuts = cur.cuts[d]
         later = [b for b, _ in cuts if b > axis]
-        if later:
-            if any(f for _, f in cuts):
-                continue
-            if space.shape[d] % (k * space.ranks([a for a, _ in cuts])):
-                continue
+        if later and (any(f for _, f in cuts) or space.shape[d] % (k * space.ranks([a for a, _ in cuts]))):
+            continue
         score = (-(-(-n // k) * k / n), d not in dst.dim_of, -d)
         if choice is None or score > best:
             best, choice = score, StridedShard(d, split_factor=space.ranks(later)) if later else Shard(d)
+            if best[1] and n % k == 0:
+                break  # those of further dims are no better
     return choice
