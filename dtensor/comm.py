@@ -325,6 +325,39 @@ class Communicator(ABC):
         )
         return got if isinstance(got, Pending) else Pending(got)
 
+    def bind_all_gather(self, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
+        """An all-gather of contiguous tensors of one shape along their dim 0, bound: the results have `shape`.
+
+        What is bound is synchronous and takes tensors that need no look (`dtensor.comm_bound.ready`).
+        """
+        shape = tuple(shape)
+        return lambda x: self.all_gather_flat(x).wait().view(shape)
+
+    def bind_all_to_all(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """An all-to-all of even parts along dim 0 of contiguous tensors, bound as by `bind_all_gather`.
+
+        The result has the shape of what is sent.
+        """
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            sizes = [x.numel() // self.size] * self.size
+            return self.all_to_all_flat(x.view(-1), sizes, sizes).wait().view(x.shape)
+
+        return run
+
+    def bind_reduce_scatter(self, shape: Shape, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The reduction of even parts along dim 0 of contiguous tensors, bound as by `bind_all_gather`."""
+        shape = tuple(shape)
+        return lambda x: self.reduce_scatter_flat(x.view(-1), op).wait().view(shape)
+
+    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """An all-reduce of contiguous tensors, bound as by `bind_all_gather`."""
+        return lambda x: self.all_reduce(x, op)
+
+    def bind_gather_into(self) -> Callable[[torch.Tensor, list[torch.Tensor]], bool] | None:
+        """An all-gather into tensors of one shape, bound, where there is one. It says False where it did nothing."""
+        return None
+
     @abstractmethod
     def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]: ...
 

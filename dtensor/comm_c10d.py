@@ -10,7 +10,7 @@ the group rank of position i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtensor import comm_bound
 from dtensor import comm_sent as sent_by
 from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
 from dtensor.comm_sent import Sent, issued
@@ -244,6 +245,43 @@ class C10dCommunicator(Communicator):
             return super().reduce_scatter_flat(flat, op, async_op=async_op)
         sent = sent_by.reduce_scatter(self, flat.detach() if flat.requires_grad else flat, how.wire, async_op)
         return Pending(finish=sent.wait, raw=sent.lazy)
+
+    @property
+    def _plain(self) -> bool:
+        """True where a collective of the group is one of this communicator, without a look at positions."""
+        return self._order is None and self.size > 1
+
+    def _sums(self, op: str, dtype: torch.dtype) -> bool:
+        """True where the group itself sums `dtype`, and that is what `op` asks for."""
+        return op == "sum" and reduction(op, dtype, self.size, not self._nccl) == Reduction("sum")
+
+    def bind_all_gather(self, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Communicator`: the group's own call. So are the following."""
+        general = super().bind_all_gather(shape)
+        return comm_bound.gather(self, shape, general) if self._plain else general
+
+    def bind_all_to_all(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Communicator`."""
+        general = super().bind_all_to_all()
+        return comm_bound.exchange(self, general) if self._plain else general
+
+    def bind_reduce_scatter(self, shape: Shape, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Communicator`: bound are sums, of what the group sums itself."""
+        general = super().bind_reduce_scatter(shape, op, dtype)
+        if not self._plain or not self._sums(op, dtype):
+            return general
+        return comm_bound.reduce_scatter(self, shape, dist.ReduceOp.SUM, dtype, general)
+
+    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Communicator`: bound are sums, of what the group sums itself."""
+        general = super().bind_all_reduce(op, dtype)
+        if self.size == 1 or not self._sums(op, dtype):
+            return general
+        return comm_bound.reduce(self, dist.ReduceOp.SUM, dtype, general)
+
+    def bind_gather_into(self) -> Callable[[torch.Tensor, list[torch.Tensor]], bool] | None:
+        """See `Communicator`."""
+        return comm_bound.gather_into(self) if self._plain else None
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool

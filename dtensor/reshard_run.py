@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
+from dtensor.comm_bound import ready
 from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
@@ -26,6 +27,7 @@ from dtensor.placement import Partial, Placement
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
+from dtensor.reshard_even import Even, Local, even, joiner, one_part, stacker, taker
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
 from dtensor.reshard_local import Boxes, Embed, Join, Take
 from dtensor.reshard_plan import plan_reshard
@@ -187,10 +189,18 @@ def _embed(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
 
 def _slice(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
-    take = Take([common(have, want)[0]], region_shape(have))
+    region = common(have, want)[0]
+    take = Take([region], region_shape(have))
     if inner or take.copies:
         return lambda x, _: take(x)[0]
-    return lambda x, _: take(x)[0].clone(memory_format=torch.contiguous_format)
+    quick = one_part(region, region_shape(have))
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if quick is not None and ready(x):
+            return quick(x)
+        return take(x)[0].clone(memory_format=torch.contiguous_format)
+
+    return run
 
 
 def _comm(spec: Spec, step: Step) -> Communicator:
@@ -240,8 +250,11 @@ def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     comm, op = _comm(spec, step), _reduce_op(step)
     shape = region_shape(holdings(spec, step.dst, coord))
     gathered = op not in ("sum", "avg", "max", "min") or not (spec.dtype.is_floating_point or spec.dtype == torch.int64)
+    bound = comm.bind_all_reduce(op, step.wire or spec.dtype)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
+        if not async_op and ready(x):
+            return bound(x)
         return comm.all_reduce(_private(x, async_op and gathered), op, async_op=async_op)  # else sent as a copy
 
     return _in_wire(run, step, shape)
@@ -251,12 +264,18 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     comm, op = _comm(spec, step), _reduce_op(step)
     have = holdings(spec, step.src, coord)
     wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
-    take = Take([common(have, want)[0] for want in wants], region_shape(have))
+    leaving = [common(have, want)[0] for want in wants]
+    take = Take(leaving, region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
-    even = len({*take.sizes}) == 1
+    alike = len({*take.sizes}) == 1
+    parts = even(leaving, region_shape(have))
+    quick = None if parts is None else stacker(parts)
+    scatter = comm.bind_reduce_scatter(shape, op, step.wire or spec.dtype)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
-        if not even:
+        if quick is not None and not async_op and ready(x):
+            return scatter(quick(x))
+        if not alike:
             return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
         pending = comm.reduce_scatter_flat(take.flat(x, async_op and gathering.now is None), op, async_op=async_op)
         return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
@@ -274,10 +293,17 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     join, boxes = Join(regions, out_shape), Boxes(regions, out_shape)
     alike, whole = len({*shapes}) == 1, all(len(runs) < 2 for region in regions for runs in region)
     straight = whole and join.single is None and not (alike and join.in_order)
+    same = even(regions, out_shape) if alike else None
     if alike and not straight:
-        return _gather_alike(comm, join, out_shape)
+        return _gather_alike(comm, join, same, out_shape)
+    fill = comm.bind_gather_into() if same is not None else None
+    side = same.levels[0].dim if same is not None and len(same.levels) == 1 else None
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if fill is not None and not async_op and ready(x):
+            whole = x.new_empty(out_shape)
+            if fill(x, boxes(whole) if side is None else list(whole.chunk(comm.size, side))):
+                return whole
         out = x.new_empty(out_shape) if straight else None
         into = None if out is None else boxes(out)
         finish: Callable[[list[torch.Tensor]], torch.Tensor] = join if out is None else lambda _: out
@@ -289,10 +315,18 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     return run
 
 
-def _gather_alike(comm: Communicator, join: Join, out_shape: tuple[int, ...]) -> Run:
+def _gather_alike(comm: Communicator, join: Join, parts: Even | None, out_shape: tuple[int, ...]) -> Run:
     """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
+    joined = None if parts is None else joiner(parts)
+    quick: Local | None = None
+    if parts is not None and joined is not None:
+        along = (comm.size * parts.part[0], *parts.part[1:])
+        gather, put = comm.bind_all_gather(along), joined[1]
+        quick = gather if joined[0] and along == out_shape else lambda x: put(gather(x))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if quick is not None and not async_op and ready(x):
+            return quick(x)
         if not async_op:
             return join.of_flat(comm.all_gather_flat(x).wait())
         pending = comm.all_gather_flat(_private(x, True), async_op=True)
@@ -314,22 +348,23 @@ def _kept_nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _sides(
     spec: Spec, step: Step, coord: tuple[int, ...]
-) -> tuple[list[tuple[int, ...]], Take, list[Region], tuple[int, ...]]:
-    """Who takes part; what goes to each; where in my result what comes from each lies; the shape of the result."""
+) -> tuple[list[tuple[int, ...]], list[Region], list[Region], tuple[int, ...], tuple[int, ...]]:
+    """Who takes part; where in mine lies what goes to each, in my result what comes from each; the shapes of both."""
     have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
     group = list(members(spec, step.axes, coord))
-    take = Take([common(have, holdings(spec, step.dst, other))[0] for other in group], region_shape(have))
+    leaving = [common(have, holdings(spec, step.dst, other))[0] for other in group]
     into = [common(holdings(spec, step.src, other), want)[1] for other in group]
-    return group, take, into, region_shape(want)
+    return group, leaving, into, region_shape(have), region_shape(want)
 
 
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     """My own part goes through the collective where that saves a copy: of what is sent, or of what has come."""
     comm = _comm(spec, step)
-    group, take, into, out_shape = _sides(spec, step, coord)
-    join, me = Join(into, out_shape), group.index(coord)
+    group, leaving, into, shape, out_shape = _sides(spec, step, coord)
+    take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
     if join.single is None and (take.in_order or join.in_order):
-        return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape)
+        quick = _exchange_even(comm, even(leaving, shape), even(into, out_shape))
+        return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape, quick)
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
@@ -358,13 +393,27 @@ def exchange_others(
     return run
 
 
+def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) -> Local | None:
+    """All parts, of one shape, through one all-to-all, with nothing left to decide; None where they are not even."""
+    joined = None if into is None else joiner(into)
+    if leaving is None or into is None or joined is None:
+        return None
+    (in_order, put), (stacked, take), exchange = joined, taker(leaving), comm.bind_all_to_all()
+    if in_order and stacked == into.whole:
+        return lambda x: exchange(take(x))
+    return lambda x: put(exchange(take(x)))
+
+
 def _exchange_all(
-    comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]
-) -> Run:
-    """All parts go through the collective."""
+    comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...],
+    quick: Local | None,
+) -> Run:  # fmt: skip
+    """All parts go through the collective; by `quick`, if there is that, what is ready for it."""
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if quick is not None and not async_op and ready(x):
+            return quick(x)
         flat = take.flat(x, async_op and gathering.now is None)
         pending = comm.all_to_all_flat(flat, leave, arrive, async_op=async_op)
         if async_op:
@@ -378,8 +427,8 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bo
     """Positions that agree on the pending axes hold disjoint shards of one part; the parts are reduced here."""
     op = _reduce_op(step)
     pending = [a for a in step.axes if isinstance(step.src[a], Partial) and step.src[a] is not step.dst[a]]
-    group, take, into, out_shape = _sides(spec, step, coord)
-    me = group.index(coord)
+    group, leaving, into, shape, out_shape = _sides(spec, step, coord)
+    take, me = Take(leaving, shape), group.index(coord)
     by_part: dict[tuple[int, ...], list[int]] = {}
     for i, other in enumerate(group):
         by_part.setdefault(tuple(other[a] for a in pending), []).append(i)

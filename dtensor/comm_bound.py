@@ -1,0 +1,129 @@
+"""Collectives of a process group bound once, for tensors that need no look: the group's own call and nothing besides.
+
+What a plan sends is of one shape and dtype at every call, so that all but the call can be settled before. Bound ones
+take tensors of torch's own class on the CPU or in the queue of a device's current stream, contiguous, of a dtype that
+every backend carries, outside a trace and dispatch modes; `ready` says whether a tensor is such a one, and all else
+goes the general way of `dtensor.comm_c10d`. A rank that goes the general way issues the same collective with the same
+sizes, so ranks need not agree on which of the two they go. Bound collectives are synchronous. Errors are those of
+`dtensor.comm_sent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtensor import comm_sent
+from dtensor.comm_failure import Place, failed, note
+
+__all__ = ["Bound", "exchange", "gather", "gather_into", "ready", "reduce", "reduce_scatter"]
+
+Bound = Callable[[torch.Tensor], torch.Tensor]
+
+_CARRIED = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def ready(x: torch.Tensor) -> bool:
+    """True for a tensor that may be given to a bound collective, and to what is bound around it."""
+    return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not _modes()
+
+
+def _options(kind: Any) -> tuple[Any, Any]:
+    """Options of a call whose work is waited for by the host, and of one that joins the current stream's queue."""
+    waited, queued = kind(), kind()
+    waited.asyncOp, queued.asyncOp = True, False
+    return waited, queued
+
+
+def _run(place: Place, kind: str, out: torch.Tensor, x: torch.Tensor, call: Callable[..., Any], *args: Any) -> None:
+    note(place, kind, x)
+    try:
+        work = call(*args)
+        if work is not None:
+            work.wait()
+    except RuntimeError as e:
+        raise failed(place, kind, out, e) from e
+
+
+def exchange(place: Place, general: Bound) -> Bound:
+    """An all-to-all of as many even parts along dim 0 as positions; the result has the shape of what is sent."""
+    call, size, whole, like = place.group.alltoall_base, place.size, torch.contiguous_format, torch.empty_like
+    waited, queued = _options(c10d.AllToAllOptions)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in _CARRIED:
+            return general(x)
+        out = like(x, memory_format=whole)
+        sizes = [x.shape[0] // size] * size
+        _run(place, "all_to_all", out, x, call, out, x, sizes, sizes, queued if comm_sent.in_queue(x) else waited)
+        return out
+
+    return run
+
+
+def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
+    """An all-gather along dim 0, whose result has `shape`."""
+    call, shape = place.group._allgather_base, tuple(shape)
+    waited, queued = _options(c10d.AllgatherOptions)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in _CARRIED:
+            return general(x)
+        out = x.new_empty(shape)
+        _run(place, "all_gather", out, x, call, out, x, queued if comm_sent.in_queue(x) else waited)
+        return out
+
+    return run
+
+
+def gather_into(place: Place) -> Callable[[torch.Tensor, list[torch.Tensor]], bool]:
+    """An all-gather into tensors of one shape, perhaps views of one; False where the general way is to be taken."""
+    call = place.group.allgather
+    waited, _ = _options(c10d.AllgatherOptions)
+
+    def run(x: torch.Tensor, into: list[torch.Tensor]) -> bool:
+        if x.dtype not in _CARRIED or comm_sent.in_queue(x):
+            return False
+        _run(place, "all_gather", x, x, call, [into], [x], waited)
+        return True
+
+    return run
+
+
+def reduce_scatter(place: Place, shape: Sequence[int], native: Any, dtype: torch.dtype, general: Bound) -> Bound:
+    """A reduce-scatter along dim 0 of tensors of `dtype` with the group's own op `native`; the result has `shape`."""
+    call, shape = place.group._reduce_scatter_base, tuple(shape)
+    waited, queued = _options(dist.ReduceScatterOptions)
+    waited.reduceOp = queued.reduceOp = native
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not dtype:
+            return general(x)
+        out = x.new_empty(shape)
+        _run(place, "reduce_scatter", out, x, call, out, x, queued if comm_sent.in_queue(x) else waited)
+        return out
+
+    return run
+
+
+def reduce(place: Place, native: Any, dtype: torch.dtype, general: Bound) -> Bound:
+    """An all-reduce of tensors of `dtype` with the group's own op `native`."""
+    call = place.group.allreduce
+    waited, queued = _options(dist.AllreduceOptions)
+    waited.reduceOp = queued.reduceOp = native
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not dtype:
+            return general(x)
+        out = x.clone(memory_format=torch.contiguous_format)
+        _run(place, "all_reduce", out, x, call, [out], queued if comm_sent.in_queue(x) else waited)
+        return out
+
+    return run

@@ -1,0 +1,156 @@
+"""Parts of one shape at even distances: taken by one copy, joined by at most one, all sizes and strides known before.
+
+    S(0) -> S(1) of [16, 16] on 4    parts of my [4, 16]: as_strided [4, 4, 4] by (4, 16, 1), copied: what is sent
+                                     parts of my result: rows, as they arrive
+
+Boxes of several axes (`S(0), S(1)` on two) are the same with a distance for each level. Regions of other kinds (uneven,
+empty, of many runs, apart by other distances) have no such form: None, and `dtensor.reshard_local` sees to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dtensor.reshard_geometry import Region, region_shape
+from dtensor.spec import contiguous_stride
+
+__all__ = ["Even", "Local", "even", "joiner", "one_part", "stacker", "taker"]
+
+Shape = tuple[int, ...]
+Local = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Level(NamedTuple):
+    """`n` parts (or groups of parts), each `step` elements of dim `dim` behind the one before."""
+
+    n: int
+    dim: int
+    step: int
+
+
+class Even(NamedTuple):
+    """Parts of shape `part` in a tensor of shape `whole`, the first at `start`; levels from the outermost."""
+
+    whole: Shape
+    part: Shape
+    start: Shape
+    levels: tuple[Level, ...]
+
+
+def even(regions: Sequence[Region], whole: Sequence[int]) -> Even | None:
+    """The parts `regions` of a tensor of shape `whole` as an `Even`, in their order; None where they are not even."""
+    part = region_shape(regions[0])
+    if not part or not math.prod(part) or any(region_shape(r) != part for r in regions):
+        return None
+    if any(len(runs) != 1 for region in regions for runs in region):
+        return None
+    starts = [tuple(runs[0][0] for runs in region) for region in regions]
+    first, levels = starts[0], []
+    while len(starts) > 1:
+        level = _innermost(starts)
+        if level is None:
+            return None
+        levels.append(level)
+        starts = starts[:: level.n]
+    return Even(tuple(whole), part, first, tuple(reversed(levels)))
+
+
+def _innermost(starts: list[Shape]) -> Level | None:
+    apart = [b - a for a, b in zip(starts[0], starts[1])]
+    moved = [d for d, n in enumerate(apart) if n]
+    if len(moved) != 1 or apart[moved[0]] < 0:
+        return None
+    dim, step = moved[0], apart[moved[0]]
+
+    def follows(i: int, of: int, by: int) -> bool:
+        return all(n == m + (by * step if d == dim else 0) for d, (m, n) in enumerate(zip(starts[of], starts[i])))
+
+    n = 1
+    while n < len(starts) and follows(n, 0, n):
+        n += 1
+    while len(starts) % n:
+        n -= 1
+    if n < 2 or not all(follows(i, i - i % n, i % n) for i in range(len(starts))):
+        return None
+    return Level(n, dim, step)
+
+
+def taker(parts: Even) -> tuple[Shape, Local]:
+    """The parts of a contiguous tensor, along a new dim 0 or, where they are the tensor as it lies, along its own.
+
+    What is returned is contiguous; the tensor itself, or a view of it, only where it is sent as it lies.
+    """
+    stride = contiguous_stride(parts.whole)
+    k = math.prod(level.n for level in parts.levels)
+    size = tuple(level.n for level in parts.levels) + parts.part
+    steps = tuple(level.step * stride[level.dim] for level in parts.levels) + stride
+    first = sum(a * s for a, s in zip(parts.start, stride))
+    stacked = (k, *parts.part)
+    if math.prod(size) == math.prod(parts.whole) and _same_order(size, steps):
+        if parts.whole[0] % k == 0:
+            return parts.whole, lambda x: x
+        return stacked, lambda x: x.view(stacked)
+    copy = torch.as_strided_copy
+    if len(parts.levels) == 1 and not first:
+        return stacked, lambda x: copy(x, size, steps)
+    if len(parts.levels) == 1:
+        return stacked, lambda x: copy(x, size, steps, x.storage_offset() + first)
+    return stacked, lambda x: copy(x, size, steps, x.storage_offset() + first).view(stacked)
+
+
+def stacker(parts: Even) -> Local:
+    """As `taker`, along dim 0 of the parts, so that chunks of what is returned have the shape of the parts."""
+    along = (math.prod(level.n for level in parts.levels) * parts.part[0], *parts.part[1:])
+    stacked, take = taker(parts)
+    return take if stacked == along else lambda x: take(x).view(along)
+
+
+def one_part(region: Region, whole: Sequence[int]) -> Local | None:
+    """A box of a contiguous tensor of shape `whole` as new memory, contiguous; None where it is no box or empty."""
+    parts = even([region], whole)
+    if parts is None:
+        return None
+    size, stride, copy = parts.part, contiguous_stride(whole), torch.as_strided_copy
+    first = sum(a * s for a, s in zip(parts.start, stride))
+    if not first:
+        return lambda x: copy(x, size, stride)
+    return lambda x: copy(x, size, stride, x.storage_offset() + first)
+
+
+def _same_order(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """True where a view of these strides is the memory as it lies."""
+    return all(n == 1 or s == t for n, s, t in zip(size, stride, contiguous_stride(size)))
+
+
+def joiner(parts: Even) -> tuple[bool, Local] | None:
+    """The whole from its parts, which lie in order in one contiguous tensor that nobody else uses.
+
+    True: they are the whole as they lie, of whatever shape that tensor is. The result is contiguous, with the strides
+    of its shape. None where the parts are not all of the whole.
+    """
+    by_dim: list[list[int]] = [[] for _ in parts.whole]
+    for i, level in enumerate(parts.levels):
+        by_dim[level.dim].append(i)
+    order: list[int] = []
+    for d, n in enumerate(parts.part):
+        inner = n
+        for i in sorted(by_dim[d], key=lambda i: parts.levels[i].step):
+            if parts.levels[i].step != inner:
+                return None
+            inner *= parts.levels[i].n
+        if inner != parts.whole[d] or parts.start[d]:
+            return None
+        order += [*sorted(by_dim[d], key=lambda i: -parts.levels[i].step), len(parts.levels) + d]
+    lie = tuple(level.n for level in parts.levels) + parts.part
+    strides = contiguous_stride(lie)
+    size, stride, out = tuple(lie[i] for i in order), tuple(strides[i] for i in order), parts.whole
+    if _same_order(size, stride):
+        return True, lambda flat: flat.view(out)
+    made = torch.empty(lie, device="meta").as_strided(size, stride).reshape(out)
+    if made._is_view():  # no copy, and so perhaps not as the whole should lie
+        return False, lambda flat: flat.as_strided(size, stride).clone(memory_format=torch.contiguous_format).view(out)
+    return False, lambda flat: flat.as_strided(size, stride).reshape(out)
