@@ -18,6 +18,7 @@ __all__ = ["Import", "Names", "names_of"]
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE")
+_JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 _MAKE_UP = frozenset({"vars", "attrgetter", "methodcaller", "dir", "__dict__", "__getattribute__", "getmembers"})
 """Names through which code reads attributes without naming them."""
 _NAMESPACE = frozenset({"globals", "eval", "exec"})
@@ -142,13 +143,16 @@ def _look(
 
 
 def _constant_name(steps: Sequence[dis.Instruction], i: int) -> str | None:
-    """The constant second argument of the call of what step `i` loads, or None: it follows the depth of the stack."""
+    """The constant second argument of the call of what step `i` loads, or None: it follows the depth of the stack.
+
+    Where there is a choice before it is loaded, None: the other branch may have a call of its own, with another name.
+    """
     depth, name = 0, None
     for step in steps[i + 1 :]:
         if step.opname in ("PRECALL", "CALL") and depth == step.arg:
             return name if depth in (2, 3) else None
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
-        if depth < 0:
+        if depth < 0 or (name is None and step.opcode in _JUMPS):
             return None
         if depth <= 2:
             constant = depth == 2 and step.opname == "LOAD_CONST" and isinstance(step.argval, str)

@@ -315,11 +315,14 @@ def test_names_that_code_makes_up_are_told_from_constant_ones() -> None:
 
     found = names_of(constant.__code__)
     assert not found.made_up and found.asked == {"a", "c", "g"}
+    assert names_of((lambda m, n: getattr(m, "a", 1 if n else 2)).__code__).asked <= {"a"}
     for made_up in (
         lambda m, n: getattr(m, n),
         lambda m, n: getattr(m, "a" + n),
         lambda m, n: getattr(m, f"{n}a"),
         lambda m, n: getattr(m, "a" if n else "b", "c"),
+        lambda m, n: getattr(m, n and "a", 0),
+        lambda m, n: getattr(m, n or "a"),
         lambda m, n: [getattr(m, k) for k in n],
         lambda m, n: functools.reduce(getattr, n, m),
         lambda m, n: vars(m),
