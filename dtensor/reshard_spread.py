@@ -39,7 +39,7 @@ from dtensor.spec import Spec, part_of_runs
 
 __all__ = ["Piece", "arrivals", "in_stages", "pieces_of", "spread"]
 
-_MOST_RANKS, _MOST_CLASSES = 32, 256
+_MOST_RANKS, _MOST_CLASSES = 32, 512
 """Larger groups, and finer cuts, reduce in other ways: the division takes time that grows with both."""
 _SWEEPS = 256
 _FINE = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Space, "_step", counted)
     model = CostModel(hop=4e-6, axis_bandwidth={0: 1e9, 1: 4e9, 2: 2e9, 3: 8e9}, slack=math.inf)
     kinds, rng = [R, S0, S1, StridedShard(0, split_factor=2), P], random.Random(0)
-    for sizes, most in (((8,), 10), ((2, 4), 40), ((2, 2, 2), 80), ((2, 2, 2, 2), 100)):
+    for sizes, most in (((8,), 6), ((2, 4), 24), ((2, 2, 2), 55), ((2, 2, 2, 2), 80)):
         for shape in (EVEN, UNEVEN, (1024, 512, 64)):
             for _ in range(40):
                 src = tuple(rng.choice(kinds) for _ in sizes)
@@ -193,6 +194,45 @@ def test_searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
                 cheapest(Space(sizes, shape, 4, model), src, dst)
                 assert looked[-1] <= most, (looked[-1], src, dst)
     assert max(looked) > 40
+
+
+def test_what_is_replicated_is_cut_before_the_rest_moves() -> None:
+    """Also past what a later axis cuts, by a split factor, and before a gather that starts sooner than an exchange."""
+    past = StridedShard(0, split_factor=2)
+    with use_cost_model(SECONDS):
+        made = plan((2, 2), (R, S0), (past, R))
+    assert [s.kind for s in made.steps] == ["slice", "all_gather"] and made.steps[0].dst == (past, S0), str(made)
+    made = plan((2, 2, 2), (R, P, S0), (past, R, S0))
+    assert made.steps[0].kind == "slice" and made.steps[1].nbytes == 4096, str(made)
+    with use_cost_model(CostModel(pairwise=4.0, slack=math.inf)):
+        made = plan((4, 2), (S0, R), (past, S1))
+    assert [s.kind for s in made.steps] == ["slice", "all_gather", "slice"] and made.steps[1].axes == (0,), str(made)
+
+
+def test_models_that_replace_methods_are_asked() -> None:
+    """The tables that plans share hold the numbers of plain models only."""
+
+    class Same(CostModel):
+        def all_gather(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+            return CostModel.all_gather(self, size, local_bytes, axes)
+
+    class Dear(CostModel):
+        def reduce_scatter(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
+            return 1.0
+
+    links = {"hop": 4e-6, "axis_bandwidth": {0: 1e9, 1: 2e9}, "slack": math.inf}
+    kinds = [R, S0, S1, P]
+    layouts = [(a, b) for a in kinds for b in kinds]
+    for src in layouts:
+        for dst in layouts:
+            costs = []
+            for model in (CostModel(**links), Same(**links), Dear(**links)):
+                with use_cost_model(model):
+                    made = plan((2, 4), src, dst)
+                costs.append(made.cost)
+                assert not isinstance(model, Dear) or "reduce_scatter" not in made.collectives, str(made)
+            # a search that is cut off later may find more
+            assert costs[1] == pytest.approx(costs[0], rel=0.05) and costs[2] >= costs[0] * (1 - 0.05)
 
 
 def test_text() -> None:
