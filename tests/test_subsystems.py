@@ -23,6 +23,7 @@ ALONE = {
     "case_optimizers_fused_more": "no strategy for _fused_sgd_",
     "case_ddp_over_tp_with_a_group_alone": "mixed torch.Tensor and DTensor in the constructor of DDP",
     "case_ddp_over_tp_with_buffers": "mixed torch.Tensor and DTensor in the constructor of DDP",
+    "case_ddp_over_tp_with_state_dicts": "uneven parts; a state dict holds parts as if they were whole",
     "case_ddp_over_all_processes_is_refused": "another error: mixed torch.Tensor and DTensor",
     "case_compile_inductor": "it runs; it is left out for its time",
     "case_compile_ddp_over_tp": "unhashable type: non-nested SymInt",

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from dtensor.spec import Spec
-from dtensor.swap import children, data_parallel, files, older_fsdp_state, rebind
+from dtensor.swap import children, data_parallel, data_parallel_state, files, older_fsdp_state, rebind
 from dtensor.swap.facade import Facade, Mapping, SwapError, load_names
 from dtensor.swap.names import MODULES, ROOTS, is_under
 
@@ -85,6 +85,7 @@ def install() -> None:
     _mapping.on = True
     children.follow()
     data_parallel.follow()
+    data_parallel_state.follow()
     older_fsdp_state.follow()
     files.follow()
 
@@ -98,6 +99,7 @@ def uninstall() -> None:
         return
     children.stop()
     data_parallel.stop()
+    data_parallel_state.stop()
     older_fsdp_state.stop()
     files.stop()
     _mapping.on = False

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtensor.placement import Partial, Replicate
 from dtensor.spec import Spec
+from dtensor.swap import data_parallel_state
 from dtensor.tensor import DTensor
 
 __all__ = ["_localize_dtensor", "_pre_dp_module_transform", "_reconstruct_dtensor", "follow", "stop"]
@@ -100,6 +101,7 @@ def _pre_dp_module_transform(module: nn.Module, ignored_params: Iterable[torch.T
     if any(isinstance(t, DTensor) and id(t) not in ignored for t in (*module.parameters(), *module.buffers())):
         _localize_dtensor(module, ignored_params=ignored_params)
         _Calls(module)
+        data_parallel_state.module_hooks(module)
 
 
 # ------------------------------------------------------------ the constructor of DDP

@@ -5,13 +5,23 @@ compiling, pipelines, loss scaling. Each case is held to one process here, and t
 A case takes the number of processes and gives its numbers.
 """
 
+import copy
 import functools
+import tempfile
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import batches, close, full, made, numbers, train
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -286,6 +296,52 @@ def case_ddp_over_tp_with_buffers(world):
     close([model(part[0]).detach()], [plain(part[0]).detach()])
     assert model.module.calls.item() == 6 and model.module.also.weight is model.module.up.weight
     return [model(part[0]).detach()]
+
+
+def case_ddp_over_tp_with_state_dicts(world):
+    """Sharded, full, from the first process, through a checkpoint; the model's own, and each process's parts."""
+    mesh = grid(world // 2, 2)
+
+    def wrapped(seed):
+        model = DistributedDataParallel(parallel(mesh["tp"], made(9, 13, seed=seed)), device_mesh=mesh["dp"])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    plain, data = made(9, 13), batches(6, 2 * world, 9)
+    its = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    part = data.chunk(world // 2, 1)[mesh.get_local_rank("dp")]
+    names = dict(plain.named_parameters())
+    model, optimizer = wrapped(0)
+    whole = StateDictOptions(full_state_dict=True)
+    first = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for i, (options, back) in enumerate(((StateDictOptions(),) * 2, (whole, whole), (first, spread), (None, None))):
+        train(model, part[i : i + 1], optimizer)
+        train(plain, data[i : i + 1], its)
+        state, moments = get_state_dict(model, optimizer, options=options)
+        if dist.get_rank() == 0 or options is not first:
+            for name, p in names.items():
+                found = state[name], moments["state"][name]["exp_avg"]
+                close([full(t) for t in found], [p.detach(), its.state[p]["exp_avg"]])
+                assert isinstance(found[0], DTensor) != (options in (whole, first) or name.startswith("3"))
+        other, its_optimizer = wrapped(i + 1)
+        if options is None:
+            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(folder)
+            dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder[0])
+            state, moments = get_state_dict(other, its_optimizer)
+            dcp.load({"model": state, "optimizer": moments}, checkpoint_id=folder[0])
+        moments = copy.deepcopy(moments)
+        set_model_state_dict(other, state, options=back)
+        set_optimizer_state_dict(other, its_optimizer, moments, options=back)
+        model, optimizer = other, its_optimizer
+    train(model, part[4:5], optimizer)
+    train(plain, data[4:5], its)
+    third, fourth = wrapped(8)[0], wrapped(9)[0]
+    third.load_state_dict(model.state_dict())
+    fourth.load_state_dict({name: p.detach() for name, p in model.named_parameters()})
+    for m in (model, third, fourth):
+        close([full(t) for t in m.state_dict().values()], [p.detach() for p in names.values()])
+    return [full(t) for t in model.state_dict().values()]
 
 
 def case_optimizer_in_backward(world):

@@ -1,0 +1,131 @@
+"""State dicts of a module of DTensors under DDP, and of its optimizer: they hold DTensors.
+
+Under DDP the parameters are this rank's parts (`dtensor.swap.data_parallel`), and so is what an optimizer keeps.
+In a state dict they would be taken for whole tensors that all ranks have, and all but one part be lost in a file.
+
+    out    part, or state of a part ──▶ DTensor over it, same memory ──▶ state dict
+    in     DTensor of any layout, whole tensor, or part ──▶ part ──▶ copied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
+
+from dtensor.api import distribute_tensor
+from dtensor.spec import Spec
+from dtensor.tensor import DTensor
+
+__all__ = ["follow", "module_hooks", "stop"]
+
+_WRAPPED = ("_get_optim_state_dict", "_load_optim_state_dict")
+_original: dict[str, Callable[..., Any]] = {}
+
+
+def module_hooks(module: nn.Module) -> None:
+    """From now on the state dicts of the module and its parts hold DTensors for what is kept as a part."""
+    for part in module.modules():
+        part.register_state_dict_post_hook(_saved)
+        part.register_load_state_dict_pre_hook(_loaded)
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Spec]]:
+    """The parameters and buffers of this very module that are parts: name, part, layout of the whole."""
+    for name, held in chain(module._parameters.items(), module._buffers.items()):
+        part = getattr(held, "_made_of", held)
+        spec = getattr(part, "_st_info", None)
+        if isinstance(part, torch.Tensor) and isinstance(spec, Spec):
+            yield name, part, spec
+
+
+def _saved(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    for name, part, spec in _kept(module):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not value.requires_grad:  # with keep_vars it is the parameter itself
+            state[prefix + name] = _whole(value, part, spec)
+
+
+def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, part, spec in _kept(module):
+        if isinstance(value := state.get(prefix + name), torch.Tensor):
+            state[prefix + name] = _part(value, part, spec)
+
+
+def _whole(value: torch.Tensor, part: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """A DTensor over `value`, which is this rank's part or state like it; other state as it is."""
+    if isinstance(value, DTensor) or value.shape != part.shape or value.dim() == 0:
+        return value
+    return DTensor.from_local(value, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+
+
+def _part(value: torch.Tensor, part: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a DTensor or of a whole tensor; a part, and state of other shapes, as they are."""
+    if value.shape != spec.shape:
+        return value
+    if isinstance(value, DTensor):
+        if value._spec.mesh == spec.mesh:
+            return value.redistribute(placements=spec.placements).to_local()
+        value = value.full_tensor()
+    return distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None).to_local()
+
+
+# ------------------------------------------------------------ optimizers
+def _state_saved(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return _each(optimizer, state, _whole)
+
+
+def _state_loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return _each(optimizer, state, _part)
+
+
+def _each(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    to: Callable[[torch.Tensor, torch.Tensor, Spec], torch.Tensor],
+) -> dict[str, Any]:
+    """The state dict with the tensors of parts changed; its keys name the parameters in the order of the groups."""
+    keys = chain.from_iterable(group["params"] for group in state["param_groups"])
+    params = dict(zip(keys, chain.from_iterable(g["params"] for g in optimizer.param_groups), strict=False))
+    changed = {}
+    for key, held in state["state"].items():
+        part = params.get(key)
+        spec = getattr(part, "_st_info", None)
+        if isinstance(part, torch.Tensor) and isinstance(spec, Spec) and isinstance(held, dict):
+            held = {name: to(v, part, spec) if isinstance(v, torch.Tensor) else v for name, v in held.items()}
+        changed[key] = held
+    return {**state, "state": changed}
+
+
+def _with_hooks(name: str) -> Callable[..., Any]:
+    """Torch's function, while the optimizers that it is given save and load DTensors."""
+
+    def call(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], *args: Any) -> Any:
+        hooks = [o.register_state_dict_post_hook(_state_saved) for o in optimizers]
+        hooks += [o.register_load_state_dict_pre_hook(_state_loaded) for o in optimizers]
+        try:
+            return _original[name](model, optimizers, *args)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return call
+
+
+def follow() -> None:
+    """From now on the functions of `torch.distributed.checkpoint.state_dict` do so."""
+    for name in _WRAPPED:
+        if hasattr(torchs, name):
+            _original[name] = getattr(torchs, name)
+            setattr(torchs, name, _with_hooks(name))
+
+
+def stop() -> None:
+    """No longer."""
+    for name, function in _original.items():
+        setattr(torchs, name, function)
+    _original.clear()
