@@ -354,6 +354,12 @@ class Communicator(ABC):
         """An all-reduce of contiguous tensors, bound as by `bind_all_gather`."""
         return lambda x: self.all_reduce(x, op)
 
+    def bind_exchange(
+        self, leave: Sequence[int], arrive: Sequence[int]
+    ) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+        """`all_to_all_flat` of these sizes from a contiguous 1-D tensor into another, bound, where there is that."""
+        return None
+
     def bind_gather_into(self) -> Callable[[torch.Tensor, list[torch.Tensor]], bool] | None:
         """An all-gather into tensors of one shape, bound, where there is one. It says False where it did nothing."""
         return None

@@ -19,8 +19,19 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtensor import comm_sent
 from dtensor.comm_failure import Place, failed, note
+from dtensor.errors import CollectiveError
 
-__all__ = ["Bound", "exchange", "gather", "gather_into", "ready", "reduce", "reduce_scatter"]
+__all__ = [
+    "Bound",
+    "carried",
+    "exchange",
+    "exchange_into",
+    "gather",
+    "gather_into",
+    "ready",
+    "reduce",
+    "reduce_scatter",
+]
 
 Bound = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,6 +44,11 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 def ready(x: torch.Tensor) -> bool:
     """True for a tensor that may be given to a bound collective, and to what is bound around it."""
     return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not _modes()
+
+
+def carried(dtype: torch.dtype) -> bool:
+    """True for a dtype that every backend carries as it is."""
+    return dtype in _CARRIED
 
 
 def _options(kind: Any) -> tuple[Any, Any]:
@@ -64,6 +80,28 @@ def exchange(place: Place, general: Bound) -> Bound:
         sizes = [x.shape[0] // size] * size
         _run(place, "all_to_all", out, x, call, out, x, sizes, sizes, queued if comm_sent.in_queue(x) else waited)
         return out
+
+    return run
+
+
+def exchange_into(
+    place: Place, leave: Sequence[int], arrive: Sequence[int]
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """An all-to-all from a contiguous 1-D tensor into another. `leave`, `arrive`: elements to and from each position.
+
+    The tensors are of a dtype that is `carried`.
+    """
+    call, leave, arrive = place.group.alltoall_base, list(leave), list(arrive)
+    waited, queued = _options(c10d.AllToAllOptions)
+
+    def run(x: torch.Tensor, out: torch.Tensor) -> None:
+        options = queued if comm_sent.in_queue(x) else waited
+        try:
+            _run(place, "all_to_all", out, x, call, out, x, arrive, leave, options)
+        except CollectiveError as e:
+            if not comm_sent.fake_refused(place, x, e):
+                raise
+            out.zero_()
 
     return run
 

@@ -279,6 +279,12 @@ class C10dCommunicator(Communicator):
             return general
         return comm_bound.reduce(self, dist.ReduceOp.SUM, dtype, general)
 
+    def bind_exchange(
+        self, leave: Sequence[int], arrive: Sequence[int]
+    ) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+        """See `Communicator`."""
+        return comm_bound.exchange_into(self, leave, arrive) if self._plain else None
+
     def bind_gather_into(self) -> Callable[[torch.Tensor, list[torch.Tensor]], bool] | None:
         """See `Communicator`."""
         return comm_bound.gather_into(self) if self._plain else None

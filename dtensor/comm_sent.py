@@ -32,7 +32,8 @@ from dtensor.comm_wire import eager, waited
 from dtensor.errors import CollectiveError
 
 __all__ = [
-    "Sent", "all_gather", "all_reduce", "all_to_all", "broadcast", "gathering", "in_queue", "issued", "reduce_scatter",
+    "Sent", "all_gather", "all_reduce", "all_to_all", "broadcast", "fake_refused", "gathering", "in_queue", "issued",
+    "reduce_scatter",
 ]  # fmt: skip
 
 _F = torch.ops._c10d_functional
@@ -168,6 +169,11 @@ def reduce_scatter(place: Place, flat: torch.Tensor, wire: str, async_op: bool) 
     return issued(place, "reduce_scatter", out, place.group._reduce_scatter_base, out, flat, options)
 
 
+def fake_refused(place: Place, flat: torch.Tensor, error: CollectiveError) -> bool:
+    """True where torch's fake group, which carries nothing, refused: it makes what arrives of what leaves."""
+    return not flat.numel() and dist.get_backend(place.group) == "fake" and "inputBuffer is empty" in str(error)
+
+
 def all_to_all(
     place: Place, flat: torch.Tensor, arrive: Sequence[int], leave: Sequence[int], async_op: bool
 ) -> Sent:  # fmt: skip
@@ -175,8 +181,7 @@ def all_to_all(
     try:
         return _all_to_all(place, flat, list(arrive), list(leave), async_op)
     except CollectiveError as e:
-        # torch's fake group makes what arrives of what leaves, and refuses to make it of nothing. It carries nothing.
-        if flat.numel() or dist.get_backend(place.group) != "fake" or "inputBuffer is empty" not in str(e):
+        if not fake_refused(place, flat, e):
             raise
         return Sent(place, "all_to_all", flat.new_zeros(sum(arrive)), None)
 

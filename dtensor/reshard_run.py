@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
-from dtensor.comm_bound import ready
+from dtensor.comm_bound import carried, ready
 from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
@@ -30,6 +30,7 @@ from dtensor.reshard_beside import beside, can_run_beside
 from dtensor.reshard_even import Even, Local, even, joiner, one_part, stacker, taker
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
 from dtensor.reshard_local import Boxes, Embed, Join, Take
+from dtensor.reshard_partner import partner
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_spread_run import bind_spread
 from dtensor.reshard_step import ReshardPlan, Step
@@ -370,17 +371,22 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
-    return exchange_others(comm, take, me, into, out_shape, finish)
+    return exchange_others(comm, take, me, into, out_shape, finish, partner(comm, leaving, shape, into, out_shape, me))
 
 
 def exchange_others(
     comm: Communicator, take: Take, me: int, into: Sequence[Region], out_shape: tuple[int, ...],
-    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
+    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor], quick: Local | None = None,
 ) -> Run:  # fmt: skip
-    """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both."""
+    """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both.
+
+    `quick` does all of it, if there is that, for what is ready for it.
+    """
     shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if quick is not None and not async_op and ready(x) and carried(x.dtype):
+            return quick(x)
         parts = take(_private(x, async_op), me)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:

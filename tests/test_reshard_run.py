@@ -254,6 +254,29 @@ def value_faults(
     return bad if right else [*bad, f"{src} -> {dst} of {tuple(full.shape)} {full.dtype}: wrong values"]
 
 
+def bound_on_gloo(rank: int, world: int) -> None:
+    """Collectives that are bound, and ranks whose tensors need a look among them: values, new contiguous memory."""
+    bad = []
+    for mesh_shape, most in (((4,), 40), ((2, 2), 40)):
+        mesh = init_device_mesh("cpu", mesh_shape)
+        for (full_shape, dtype), (src, dst) in itertools.product(
+            (((8, 8), torch.float32), ((5, 7), torch.bfloat16), ((4, 4, 4), torch.int64)), pairs(mesh_shape, 2, most, 7)
+        ):
+            full, dst = numbers(full_shape, dtype) % 8, tuple(R if isinstance(p, Partial) else p for p in dst)
+            x = local_of(full, src, mesh.shape, mesh.coord or ())
+            spec, target = spec_of(mesh, src, full), spec_of(mesh, dst, full)
+            want = shard_of(full, dst, mesh.shape, mesh.coord or ())
+            gapped = x.transpose(0, -1).contiguous().transpose(0, -1)
+            leaf = x.clone().requires_grad_(dtype.is_floating_point)
+            for name, given in (("alike", x), ("gaps", gapped if rank % 2 else x), ("leaf", leaf if rank < 2 else x)):
+                with torch.no_grad():
+                    before, y = given.clone(), redistribute_local(given, spec, target)
+                new = y is given or (y.is_contiguous() and not (y.numel() and y.data_ptr() == given.data_ptr()))
+                if not (torch.equal(y, want) and torch.equal(given, before) and (new or spec is target)):
+                    bad.append(f"{name}: {src} -> {dst} of {full_shape} {dtype}")
+    assert not bad, bad[:5]
+
+
 def written_meanwhile_on_gloo(rank: int, world: int) -> None:
     """What the caller writes to its tensor after the call does not reach the result."""
     mesh, bad = init_device_mesh("cpu", (4,)), []
@@ -382,7 +405,9 @@ def memory_on_gloo(rank: int, world: int) -> None:
 
 @pytest.mark.processes
 def test_on_gloo_processes() -> None:
-    run_ranks(4, [on_gloo, memory_on_gloo, overlapping_on_gloo, written_meanwhile_on_gloo], timeout=300).check()
+    run_ranks(
+        4, [on_gloo, bound_on_gloo, memory_on_gloo, overlapping_on_gloo, written_meanwhile_on_gloo], timeout=300
+    ).check()
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
