@@ -192,6 +192,10 @@ def op_name(op: torch._ops.OpOverload) -> str:
     return f"{op.namespace}.{op._schema.name.rpartition('::')[2]}.{op._overloadname}"
 
 
+_UNTAGGED = frozenset({"aten.leaky_relu.default"})
+"""Pointwise ops that torch 2.11 does not tag as such."""
+
+
 def lookup(op: torch._ops.OpOverload) -> Entry | None:
     """The entry that an overload uses: its own, or that of the functional form it derives from."""
     name = op_name(op)
@@ -206,7 +210,7 @@ def lookup(op: torch._ops.OpOverload) -> Entry | None:
         op = getattr(getattr(getattr(torch.ops, ns), packet[:-1], None), overload, op)
     if op._schema.name.endswith("_functional"):
         return find(f"{ns}.{packet.removesuffix('_functional')}.{overload}")
-    if torch.Tag.pointwise in op.tags and ns in ("aten", "prims"):
+    if ns in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op_name(op) in _UNTAGGED):
         return _entries.get("aten.<pointwise>")
     return None
 
