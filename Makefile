@@ -35,6 +35,7 @@ export OMP_NUM_THREADS := 1
 # Programs of other people on this engine, in an environment of their own that sees the packages of .venv: torch is not
 # installed again. RECORD=1 writes their numbers anew.
 CLIENTS := .venv-clients/.installed
+APART := $(wildcard tests/clients/apart/*.txt)
 
 .PHONY: demo test suite test-fast test-gpu gpu-check lint lint-workflows golden sweep bench bench-gpu clients clean
 
@@ -91,11 +92,15 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	$(PY) benchmarks/gpu.py $(GPU)
 
-$(CLIENTS): $(STAMP) tests/clients/requirements.txt
+$(CLIENTS): $(STAMP) tests/clients/requirements.txt $(APART)
 	$(BIN)/python -m venv --without-pip .venv-clients
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> "$$(.venv-clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 	.venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements.txt
+	for list in $(APART); do \
+		.venv-clients/bin/python -m pip install --quiet --no-deps --upgrade \
+			--target .venv-clients/apart/$$(basename $$list .txt) -r $$list || exit 1; \
+	done
 	touch $(CLIENTS)
 
 clients: $(CLIENTS)

@@ -41,6 +41,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+APART = ROOT / ".venv-clients" / "apart"
 ENGINES = {"torch": "torch.distributed.tensor", "ours": "dtensor"}
 
 rows: list[tuple[str, ...]] = []
@@ -87,6 +88,7 @@ class Client:
     Attributes:
         name: its file in `programs/`, without `.py`.
         needs: distributions that must be installed.
+        apart: the name of a folder of packages that only this program sees (`apart/NAME.txt` lists them), if any.
         cases: the cases to run.
         ranks: the numbers of ranks to start it on.
         tolerance: the difference that is allowed, see this module's text.
@@ -103,10 +105,11 @@ class Client:
     deviates: dict[str, str] = field(default_factory=dict)
     torch_fails: dict[str, str] = field(default_factory=dict)
     timeout: float = 600
+    apart: str = ""
 
     def mark(self) -> list[pytest.MarkDecorator]:
         """For `pytestmark`: processes are started; skipped, with the reason, where something is not installed."""
-        missing = [name for name in self.needs if not installed(name)]
+        missing = [name for name in self.needs if not version(name, self.apart)]
         return [
             pytest.mark.processes,
             pytest.mark.slow,
@@ -177,22 +180,24 @@ class Client:
         """Put one entry into the file of this client, with the versions that gave it."""
         file = HERE / "recorded" / f"{self.name}.json"
         kept = json.loads(file.read_text()) if file.exists() else {}
-        kept["versions"] = {name: importlib.metadata.version(name) for name in ("torch", *self.needs)}
+        kept["versions"] = {name: version(name, self.apart) for name in ("torch", *self.needs)}
         kept[part] = dict(sorted({**kept.get(part, {}), key: value}.items()))
         file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def installed(name: str) -> bool:
-    """Whether a distribution is installed; imports nothing."""
+def version(name: str, apart: str = "") -> str:
+    """The version of a distribution, "" where it is not installed; imports nothing. `apart`: see `Client`."""
+    if apart:
+        for found in importlib.metadata.distributions(name=name, path=[str(APART / apart)]):
+            return found.version
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return ""
 
 
 @functools.cache
-def _run(name: str, cases: tuple[str, ...], engine: str, ranks: int, timeout: float) -> dict[str, Any]:
+def _run(name: str, cases: tuple[str, ...], engine: str, ranks: int, timeout: float, apart: str) -> dict[str, Any]:
     script = str(HERE / "programs" / f"{name}.py")
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "results.pt")
@@ -201,8 +206,9 @@ def _run(name: str, cases: tuple[str, ...], engine: str, ranks: int, timeout: fl
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         if engine == "ours":
             command += ["-m", "dtensor.swap"]
+        seen = f"{ROOT}{os.pathsep}{APART / apart}" if apart else str(ROOT)
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CLIENT_SCRATCH": folder}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": seen, "HF_HUB_OFFLINE": "1", "CLIENT_SCRATCH": folder}
         started = subprocess.Popen(
             [*command, script, file, *cases], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
             cwd=folder, start_new_session=True,
@@ -229,7 +235,7 @@ def run(client: Client, engine: str, ranks: int) -> dict[str, Any]:
 
     Returns `{"engine": module of the DTensor class, "cases": {case: values or error}, "output": for a case without}`.
     """
-    return _run(client.name, client.cases, engine, ranks, client.timeout)
+    return _run(client.name, client.cases, engine, ranks, client.timeout, client.apart)
 
 
 def _last_line(text: str) -> str:
