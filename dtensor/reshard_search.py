@@ -23,6 +23,8 @@ from dtensor.reshard_ways import (
     fewest,
     least_bytes,
     pending_axes,
+    receivers_take,
+    scatter_takes,
     scattered_to,
     shot,
     sliced_first,
@@ -179,22 +181,16 @@ class _Search:
             yield sliced, space.step("slice", changed(cur, sliced), cur, sliced)
             return
         one_kind = len({id(cur.layout[a]) for a in pending}) == 1
-        parts = space.ranks(pending)
-        arrives = space.carried(dst.nbytes, space.itemsize) * (parts - 1)
-        if one_kind and links.over(pending).least + links.pace * arrives + parts * space.model.hop < self._room:
+        if one_kind and receivers_take(space, dst, pending) < self._room:
             over, _ = talkers(space, space.put(cur, pending, _REPLICATE), dst)
             yield dst, space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), cur, dst)
         nbytes = space.carried(cur.nbytes)
-        copies = space.ranks([a for a, p in enumerate(cur.layout) if p is _REPLICATE])
         for axes in (pending, *links.some(pending)):
             if not one_kind and len({id(cur.layout[a]) for a in axes}) > 1:
                 continue
-            link, more = links.over(axes), 0.0 if len(axes) == len(pending) else links.launch
-            if link.reduce_scatter(nbytes / copies) + more >= self._room:
-                continue
-            whole, scattered = link.all_reduce(nbytes), None
-            followed = more or (links.launch if any(dst.dim_of[a] < 0 for a in axes) else 0.0)
-            if link.reduce_scatter(nbytes / copies) + followed < self._room:
+            whole, scattered = links.over(axes).all_reduce(nbytes), None
+            more = 0.0 if len(axes) == len(pending) else links.launch
+            if scatter_takes(space, cur, dst, axes) < self._room:
                 scattered = scattered_to(space, cur, dst, axes)
             if scattered is not None:
                 part = space.step("reduce_scatter", axes, cur, scattered)

@@ -15,8 +15,8 @@ from dtensor.reshard_shot import one_shot, talkers
 from dtensor.reshard_spread import spread
 
 __all__ = [
-    "changed", "collectives", "fewest", "least_bytes", "pending_axes", "scattered_to", "shot", "sliced_first",
-    "staged", "then", "ways",
+    "changed", "collectives", "fewest", "least_bytes", "pending_axes", "receivers_take", "scatter_takes",
+    "scattered_to", "shot", "sliced_first", "staged", "then", "ways",
 ]  # fmt: skip
 
 _REPLICATE = Replicate()
@@ -66,9 +66,10 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
     first: Path = (0.0, ()) if sliced is src else space.step("slice", changed(src, sliced), src, sliced)
     found: list[Path] = []
     lands = False
-    if space.links.over(pending).least < room:
+    if space.links.over(pending).all_reduce(space.carried(sliced.nbytes)) <= room:
         reduced = space.put(sliced, pending, _REPLICATE)
         found.append(then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst))
+    if scatter_takes(space, sliced, dst, pending) <= room:
         scattered = scattered_to(space, sliced, dst, pending)
         if scattered is not None:
             part = space.step("reduce_scatter", pending, sliced, scattered)
@@ -76,7 +77,7 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
             lands = scattered is dst
     cut = tuple([a for a in pending if dst.dim_of[a] >= 0])
     rest = tuple([a for a in pending if a not in cut])
-    if cut and rest and space.links.over(cut).least + space.links.over(rest).least < room:
+    if cut and rest and space.links.over(cut).least + space.links.over(rest).least <= room:
         scattered = scattered_to(space, sliced, dst, cut)
         if scattered is not None:
             part = space.step("reduce_scatter", cut, sliced, scattered)
@@ -93,13 +94,12 @@ def _by_receivers(
 ) -> None:  # fmt: skip
     """Add to `found`: each rank reduces what it wants; and, where less may be received so, ranks that have room do."""
     room = min([room, *(way[0] for way in found)]) if space.by_seconds else math.inf
-    over = _over(space, space.put(src, pending, _REPLICATE), dst, pending)
-    if space.links.over(over).least < room:
+    if receivers_take(space, dst, pending) <= room:
+        over = _over(space, space.put(src, pending, _REPLICATE), dst, pending)
         found.append(space.step("all_to_all_reduce", over, src, dst))
         room = min(room, found[-1][0])
-    if sliced is not src:
-        over = _over(space, space.put(sliced, pending, _REPLICATE), dst, pending)
-    if space.by_seconds and 2 * space.links.over(over).least >= room:
+    over = _over(space, space.put(sliced, pending, _REPLICATE), dst, pending)
+    if space.by_seconds and 2 * space.links.over(over).least > room:
         return
     least = least_bytes(space, sliced, dst)
     if any(_near(space, way, least) for way in found):
@@ -107,6 +107,20 @@ def _by_receivers(
     way = spread(space, sliced, dst, over, pending)
     if way is not None:
         found.append((first[0] + way[0], first[1] + way[1]))
+
+
+def scatter_takes(space: Space, cur: Facts, dst: Facts, axes: tuple[int, ...]) -> float:
+    """Seconds that a reduce-scatter takes at least, with the launch that follows if `dst` does not cut `axes`."""
+    copies = space.ranks([a for a, p in enumerate(cur.layout) if p is _REPLICATE])  # may be cut along with them
+    scatter = space.links.over(axes).reduce_scatter(space.carried(cur.nbytes) / copies)
+    return scatter + (space.links.launch if any(dst.dim_of[a] < 0 for a in axes) else 0.0)
+
+
+def receivers_take(space: Space, dst: Facts, pending: tuple[int, ...]) -> float:
+    """Seconds that it takes at least if every rank receives the parts of what it wants."""
+    parts = space.ranks(pending)
+    arrives = space.carried(dst.nbytes, space.itemsize) * (parts - 1)
+    return space.links.over(pending).least + space.links.pace * arrives + parts * space.model.hop
 
 
 def _over(space: Space, reduced: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ def test_models_that_replace_methods_are_asked() -> None:
         def reduce_scatter(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
             return 1.0
 
-    links = {"hop": 4e-6, "axis_bandwidth": {0: 1e9, 1: 2e9}, "slack": math.inf}
+    links: dict[str, Any] = {"hop": 4e-6, "axis_bandwidth": {0: 1e9, 1: 2e9}, "slack": math.inf}
     kinds = [R, S0, S1, P]
     layouts = [(a, b) for a in kinds for b in kinds]
     for src in layouts:
