@@ -570,11 +570,12 @@ def test_imports_leave_torchs_dtensor_out() -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_on_torchs_fake_group_a_rank_may_send_nothing(async_op: bool) -> None:
-    """As in a redistribution that reduces pending parts elsewhere; the group by itself refuses it."""
+    """As in a redistribution that reduces pending parts elsewhere; the group itself refuses it, but in 2.11."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     comm = init_device_mesh("cpu", (4,)).comm(0)
-    with pytest.raises(RuntimeError, match="inputBuffer is empty"):
-        dist.all_to_all_single(torch.empty(6), torch.empty(0), [0, 2, 4, 0], [0] * 4)
+    if torch.__version__ >= "2.12":
+        with pytest.raises(RuntimeError, match="inputBuffer is empty"):
+            dist.all_to_all_single(torch.empty(6), torch.empty(0), [0, 2, 4, 0], [0] * 4)
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
         got = comm.all_to_all_flat(torch.empty(0, dtype=dtype), [0] * 4, [0, 2, 4, 0], async_op=async_op).wait()
         assert got.shape == (6,) and got.dtype is dtype
