@@ -40,7 +40,8 @@ TOLERANCE = {
     **dict.fromkeys(
         (
             "case_parameters_on_the_whole_mesh", "case_pipeline_of_dtensors", "case_pipeline_of_four_stages",
-            "case_over_tp", "case_replicate_shard_and_tp", "case_clipping", "case_ddp_over_tp_with_a_mesh",
+            "case_over_tp", "case_from_meta_over_tp",
+            "case_tied_over_tp", "case_replicate_shard_and_tp", "case_clipping", "case_ddp_over_tp_with_a_mesh",
             "case_ddp_over_tp_with_a_group", "case_ddp_over_tp_with_checkpointing", "case_activation_checkpointing",
             "case_activation_checkpointing_and_fsdp", "case_compile_aot_eager", "case_pipeline_gpipe",
             "case_pipeline_1f1b", "case_full_state", "case_optimizer_in_backward", "case_parts_of_the_state",

@@ -432,3 +432,56 @@ def gone_on(world, use_orig_params, frozen):
     close(found, [p.detach() for p in plain.parameters()])
     assert not frozen or torch.equal(found[1], made(9, 13)[0].bias)
     return found
+
+
+def case_empty_parts(world):
+    """A layer with fewer rows than processes, clipped."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, plain = sharded(mesh, made(3, world - 1)), made(3, world - 1)
+    return compared(mesh, model, plain, world, width=3)
+
+
+def case_from_meta_over_tp(world):
+    """Made without memory, cut along both axes, given memory and values of its own, then those of a full state dict."""
+    mesh = grid(world // 2, 2)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10, 12), nn.GELU(), nn.Linear(12, 10), nn.LayerNorm(10)).double()
+    model = sharded(mesh["dp"], model, tp=mesh["tp"])
+    model.to_empty(device="cpu")
+    for layer in model:
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    drawn = full(model[0].weight).abs()
+    assert drawn.max() <= 10**-0.5 and drawn.std() > 0.05 and full(model[3].weight).eq(1).all()
+    set_model_state_dict(model, made().state_dict(), options=StateDictOptions(full_state_dict=True))
+    return compared(mesh["dp"], model, made(), world // 2, clip=None)
+
+
+def case_tied_over_tp(world):
+    """A weight that the embedding and the head share, cut along both axes; gradients of two batches summed."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.mlp, self.head = nn.Embedding(12, 10), made(), nn.Linear(10, 12, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.mlp(self.embed(tokens)))
+
+    mesh = grid(world // 2, 2)
+    model, plain = Tied().double(), Tied().double()
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"], {**plan, "mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})
+    model.head.weight = model.embed.weight
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
+    tokens = torch.arange(2 * world) % 12
+    mine = tokens.chunk(world // 2)[mesh.get_local_rank("dp")]
+    for i in range(2):
+        model.set_requires_gradient_sync(i == 1)
+        for m, t in ((model, mine), (plain, tokens)):
+            nn.functional.cross_entropy(m(t), t).backward()
+    assert model.head.weight is model.embed.weight
+    close([full(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    return [full(p.grad) for p in model.parameters()]
