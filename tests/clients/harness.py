@@ -41,7 +41,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-APART = ROOT / ".venv-clients" / "apart"
+APART = Path(sys.prefix) / "apart"
 ENGINES = {"torch": "torch.distributed.tensor", "ours": "dtensor"}
 
 rows: list[tuple[str, ...]] = []
