@@ -135,7 +135,7 @@ def joiner(parts: Even) -> tuple[bool, Local] | None:
     by_dim: list[list[int]] = [[] for _ in parts.whole]
     for i, level in enumerate(parts.levels):
         by_dim[level.dim].append(i)
-    order: list[int] = []
+    groups: list[list[int]] = []
     for d, n in enumerate(parts.part):
         inner = n
         for i in sorted(by_dim[d], key=lambda i: parts.levels[i].step):
@@ -144,13 +144,20 @@ def joiner(parts: Even) -> tuple[bool, Local] | None:
             inner *= parts.levels[i].n
         if inner != parts.whole[d] or parts.start[d]:
             return None
-        order += [*sorted(by_dim[d], key=lambda i: -parts.levels[i].step), len(parts.levels) + d]
+        groups.append([*sorted(by_dim[d], key=lambda i: -parts.levels[i].step), len(parts.levels) + d])
     lie = tuple(level.n for level in parts.levels) + parts.part
     strides = contiguous_stride(lie)
+    order = [i for group in groups for i in group]
     size, stride, out = tuple(lie[i] for i in order), tuple(strides[i] for i in order), parts.whole
     if _same_order(size, stride):
         return True, lambda flat: flat.view(out)
-    made = torch.empty(lie, device="meta").as_strided(size, stride).reshape(out)
-    if made._is_view():  # no copy, and so perhaps not as the whole should lie
+    if all(_one_run([lie[i] for i in group], [strides[i] for i in group]) for group in groups):
+        # a reshape would be a view, whose strides are not those of the whole
         return False, lambda flat: flat.as_strided(size, stride).clone(memory_format=torch.contiguous_format).view(out)
     return False, lambda flat: flat.as_strided(size, stride).reshape(out)
+
+
+def _one_run(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """True where dims of these strides are one dim of even steps."""
+    long = [(n, s) for n, s in zip(size, stride) if n != 1]
+    return all(s == t * m for (_, s), (m, t) in zip(long, long[1:]))
