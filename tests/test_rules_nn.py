@@ -15,6 +15,8 @@ SAMPLES = [s for table in vars(samples_nn).values() if isinstance(table, list) f
 
 # Bags are no rules; of CTC part of a result is not initialised; what evaluation saves has no elements.
 COMPARED = [s for s in SAMPLES if s not in [*samples_nn.BAGS, *samples_nn.CTC, *samples_nn.EVALUATION]]
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # their ops have no shape function there: no strategies
+    COMPARED = [s for s in COMPARED if s.name not in ("_convolution", "encoder layer")]
 
 
 @pytest.mark.parametrize("at", range(len(SAMPLES)), ids=lambda i: SAMPLES[i].name)
