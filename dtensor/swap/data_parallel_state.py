@@ -101,12 +101,33 @@ def _each(
     return {**state, "state": changed}
 
 
+def _has_parts(optimizer: torch.optim.Optimizer) -> bool:
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return any(isinstance(getattr(p, "_st_info", None), Spec) for p in params)
+
+
+def _hooked(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that has hooks: what is given, or what that wraps and calls, as accelerate's does."""
+    inner = optimizer
+    while not hasattr(inner, "_optimizer_state_dict_post_hooks"):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise TypeError(
+                f"state dict of {type(optimizer).__name__}, of parameters under DDP over tensor parallelism: it never "
+                "called Optimizer.__init__, and has no attribute `optimizer`, so its state would be saved as parts. "
+                "Give the optimizer that it wraps"
+            )
+    found: torch.optim.Optimizer = inner
+    return found
+
+
 def _with_hooks(name: str) -> Callable[..., Any]:
     """Torch's function, while the optimizers that it is given save and load DTensors."""
 
     def call(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], *args: Any) -> Any:
-        hooks = [o.register_state_dict_post_hook(_state_saved) for o in optimizers]
-        hooks += [o.register_load_state_dict_pre_hook(_state_loaded) for o in optimizers]
+        of_parts = [_hooked(o) for o in optimizers if _has_parts(o)]
+        hooks = [o.register_state_dict_post_hook(_state_saved) for o in of_parts]
+        hooks += [o.register_load_state_dict_pre_hook(_state_loaded) for o in of_parts]
         try:
             return _original[name](model, optimizers, *args)
         finally:
