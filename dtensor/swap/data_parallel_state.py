@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 
-from dtensor.api import distribute_tensor
 from dtensor.spec import Spec
+from dtensor.swap.parts import part_of
 from dtensor.tensor import DTensor
 
 __all__ = ["follow", "module_hooks", "stop"]
@@ -65,13 +65,7 @@ def _whole(value: torch.Tensor, part: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 def _part(value: torch.Tensor, part: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a DTensor or of a whole tensor; a part, and state of other shapes, as they are."""
-    if value.shape != spec.shape:
-        return value
-    if isinstance(value, DTensor):
-        if value._spec.mesh == spec.mesh:
-            return value.redistribute(placements=spec.placements).to_local()
-        value = value.full_tensor()
-    return distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None).to_local()
+    return part_of(value, spec) if value.shape == spec.shape else value
 
 
 # ------------------------------------------------------------ optimizers

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import _optim_utils
 
-from dtensor.api import distribute_tensor
-from dtensor.placement import Replicate
 from dtensor.spec import Spec
+from dtensor.swap.parts import part_of
 from dtensor.tensor import DTensor
 
-__all__ = ["follow", "part_of", "stop"]
+__all__ = ["follow", "stop"]
 
 _OURS = (
     "_flatten_optim_state", "_map_param_key_to_optim_keys", "_shard_orig_param_state", "_unflatten_orig_param_states",
@@ -31,24 +30,14 @@ _OURS = (
 _torchs: dict[str, Any] = {}
 
 
-def part_of(value: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's part, plain, of state of a parameter of layout `spec`: of a DTensor, or of a whole tensor.
-
-    Raises ValueError for state of another shape than the parameter's, of which there are no pieces.
-    """
+def _checked(value: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part. Raises ValueError for state of another shape than the parameter's, of which are no pieces."""
     if value.shape != spec.shape:
         raise ValueError(
             f"FullyShardedDataParallel over tensor parallelism: state of shape {tuple(value.shape)} for a parameter "
             f"{spec}; its shape must be the parameter's, whole. fully_shard takes any state that the optimizer has"
         )
-    if isinstance(value, DTensor):
-        names, wanted = value._spec.mesh.mesh_dim_names, spec.mesh.mesh_dim_names
-        if names and wanted and value._spec.mesh != spec.mesh and set(wanted) <= set(names):
-            layout = dict(zip(wanted, spec.placements, strict=True))
-            if value._spec.mesh[wanted] == spec.mesh:
-                return value.redistribute(placements=[layout.get(name, Replicate()) for name in names]).to_local()
-        value = value.full_tensor()
-    return distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None).to_local()
+    return part_of(value, spec)
 
 
 def _parts(info: Any, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +46,7 @@ def _parts(info: Any, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     spec = extensions[info.param_indices[name]]
     if not isinstance(spec, Spec):
         return dict(state)
-    return {k: part_of(v, spec) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in state.items()}
+    return {k: _checked(v, spec) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in state.items()}
 
 
 def _shard_orig_param_state(fsdp_param_info: Any, fqn: str, optim_state: dict[str, Any]) -> dict[str, Any]:
