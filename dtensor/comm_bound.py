@@ -51,17 +51,25 @@ def carried(dtype: torch.dtype) -> bool:
     return dtype in _CARRIED
 
 
-def _options(kind: Any) -> tuple[Any, Any]:
-    """Options of a call whose work is waited for by the host, and of one that joins the current stream's queue."""
+_Options = tuple[Any, Any]
+"""Those of a call whose work is waited for by the host, and of one that joins the current stream's queue."""
+
+
+def _options(kind: Any, native: Any = None) -> _Options:
     waited, queued = kind(), kind()
     waited.asyncOp, queued.asyncOp = True, False
+    if native is not None:
+        waited.reduceOp = queued.reduceOp = native
     return waited, queued
 
 
-def _run(place: Place, kind: str, out: torch.Tensor, x: torch.Tensor, call: Callable[..., Any], *args: Any) -> None:
+def _run(
+    place: Place, kind: str, out: torch.Tensor, x: torch.Tensor, options: _Options, call: Callable[..., Any], *args: Any
+) -> None:
+    """`call(*args, one of options)`, which sends `x` and fills `out`."""
     note(place, kind, x)
     try:
-        work = call(*args)
+        work = call(*args, options[comm_sent.in_queue(x)])
         if work is not None:
             work.wait()
     except RuntimeError as e:
@@ -71,14 +79,14 @@ def _run(place: Place, kind: str, out: torch.Tensor, x: torch.Tensor, call: Call
 def exchange(place: Place, general: Bound) -> Bound:
     """An all-to-all of as many even parts along dim 0 as positions; the result has the shape of what is sent."""
     call, size, whole, like = place.group.alltoall_base, place.size, torch.contiguous_format, torch.empty_like
-    waited, queued = _options(c10d.AllToAllOptions)
+    options = _options(c10d.AllToAllOptions)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in _CARRIED:
             return general(x)
         out = like(x, memory_format=whole)
         sizes = [x.shape[0] // size] * size
-        _run(place, "all_to_all", out, x, call, out, x, sizes, sizes, queued if comm_sent.in_queue(x) else waited)
+        _run(place, "all_to_all", out, x, options, call, out, x, sizes, sizes)
         return out
 
     return run
@@ -92,12 +100,11 @@ def exchange_into(
     The tensors are of a dtype that is `carried`.
     """
     call, leave, arrive = place.group.alltoall_base, list(leave), list(arrive)
-    waited, queued = _options(c10d.AllToAllOptions)
+    options = _options(c10d.AllToAllOptions)
 
     def run(x: torch.Tensor, out: torch.Tensor) -> None:
-        options = queued if comm_sent.in_queue(x) else waited
         try:
-            _run(place, "all_to_all", out, x, call, out, x, arrive, leave, options)
+            _run(place, "all_to_all", out, x, options, call, out, x, arrive, leave)
         except CollectiveError as e:
             if not comm_sent.fake_refused(place, x, e):
                 raise
@@ -106,30 +113,37 @@ def exchange_into(
     return run
 
 
-def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
-    """An all-gather along dim 0, whose result has `shape`."""
-    call, shape = place.group._allgather_base, tuple(shape)
-    waited, queued = _options(c10d.AllgatherOptions)
+def _straight(
+    place: Place, kind: str, call: Callable[..., Any], options: _Options, shape: Sequence[int],
+    dtypes: frozenset[torch.dtype], general: Bound,
+) -> Bound:  # fmt: skip
+    """From one tensor, of one of `dtypes`, into a new one of `shape`."""
+    shape = tuple(shape)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in _CARRIED:
+        if x.dtype not in dtypes:
             return general(x)
         out = x.new_empty(shape)
-        _run(place, "all_gather", out, x, call, out, x, queued if comm_sent.in_queue(x) else waited)
+        _run(place, kind, out, x, options, call, out, x)
         return out
 
     return run
 
 
+def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
+    """An all-gather along dim 0, whose result has `shape`."""
+    options = _options(c10d.AllgatherOptions)
+    return _straight(place, "all_gather", place.group._allgather_base, options, shape, _CARRIED, general)
+
+
 def gather_into(place: Place) -> Callable[[torch.Tensor, list[torch.Tensor]], bool]:
     """An all-gather into tensors of one shape, perhaps views of one; False where the general way is to be taken."""
-    call = place.group.allgather
-    waited, _ = _options(c10d.AllgatherOptions)
+    call, options = place.group.allgather, _options(c10d.AllgatherOptions)
 
     def run(x: torch.Tensor, into: list[torch.Tensor]) -> bool:
         if x.dtype not in _CARRIED or comm_sent.in_queue(x):
             return False
-        _run(place, "all_gather", x, x, call, [into], [x], waited)
+        _run(place, "all_gather", x, x, options, call, [into], [x])
         return True
 
     return run
@@ -137,31 +151,19 @@ def gather_into(place: Place) -> Callable[[torch.Tensor, list[torch.Tensor]], bo
 
 def reduce_scatter(place: Place, shape: Sequence[int], native: Any, dtype: torch.dtype, general: Bound) -> Bound:
     """A reduce-scatter along dim 0 of tensors of `dtype` with the group's own op `native`; the result has `shape`."""
-    call, shape = place.group._reduce_scatter_base, tuple(shape)
-    waited, queued = _options(dist.ReduceScatterOptions)
-    waited.reduceOp = queued.reduceOp = native
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not dtype:
-            return general(x)
-        out = x.new_empty(shape)
-        _run(place, "reduce_scatter", out, x, call, out, x, queued if comm_sent.in_queue(x) else waited)
-        return out
-
-    return run
+    options, only = _options(dist.ReduceScatterOptions, native), frozenset({dtype})
+    return _straight(place, "reduce_scatter", place.group._reduce_scatter_base, options, shape, only, general)
 
 
 def reduce(place: Place, native: Any, dtype: torch.dtype, general: Bound) -> Bound:
     """An all-reduce of tensors of `dtype` with the group's own op `native`."""
-    call = place.group.allreduce
-    waited, queued = _options(dist.AllreduceOptions)
-    waited.reduceOp = queued.reduceOp = native
+    call, options = place.group.allreduce, _options(dist.AllreduceOptions, native)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.dtype is not dtype:
             return general(x)
         out = x.clone(memory_format=torch.contiguous_format)
-        _run(place, "all_reduce", out, x, call, [out], queued if comm_sent.in_queue(x) else waited)
+        _run(place, "all_reduce", out, x, options, call, [out])
         return out
 
     return run

@@ -18,10 +18,12 @@ import torch
 from dtensor.reshard_geometry import Region, region_shape
 from dtensor.spec import contiguous_stride
 
-__all__ = ["Even", "Local", "even", "joiner", "one_part", "stacker", "taker"]
+__all__ = ["Box", "Even", "Local", "box", "even", "joiner", "one_part", "stacker", "taker"]
 
 Shape = tuple[int, ...]
 Local = Callable[[torch.Tensor], torch.Tensor]
+Box = tuple[Shape, Shape, int]
+"""Shape, strides and start of a part of a contiguous tensor."""
 
 
 class Level(NamedTuple):
@@ -109,13 +111,21 @@ def stacker(parts: Even) -> Local:
     return take if stacked == along else lambda x: take(x).view(along)
 
 
+def box(region: Region, whole: Sequence[int]) -> Box | None:
+    """Where a region of a tensor of shape `whole` lies; None where a dim has several runs or none."""
+    if any(len(runs) != 1 for runs in region):
+        return None
+    stride, size = contiguous_stride(whole), region_shape(region)
+    steps = tuple(s if n > 1 else t for n, s, t in zip(size, stride, contiguous_stride(size)))  # of 1 any will do
+    return size, steps, sum(runs[0][0] * s for runs, s in zip(region, stride))
+
+
 def one_part(region: Region, whole: Sequence[int]) -> Local | None:
     """A box of a contiguous tensor of shape `whole` as new memory, contiguous; None where it is no box or empty."""
-    parts = even([region], whole)
-    if parts is None:
+    found = box(region, whole)
+    if found is None or not found[0] or not math.prod(found[0]):
         return None
-    size, stride, copy = parts.part, contiguous_stride(whole), torch.as_strided_copy
-    first = sum(a * s for a, s in zip(parts.start, stride))
+    (size, stride, first), copy = found, torch.as_strided_copy
     if not first:
         return lambda x: copy(x, size, stride)
     return lambda x: copy(x, size, stride, x.storage_offset() + first)

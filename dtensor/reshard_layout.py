@@ -149,10 +149,6 @@ class Space:
             nbytes *= n
         return Facts(layout, tuple(cuts), tuple(dims), nbytes, uneven, tuple(dim_of), pending)
 
-    def nbytes(self, layout: Layout) -> int:
-        """Bytes of the largest shard."""
-        return self.facts(layout).nbytes
-
     def put(self, facts: Facts, axes: Sequence[int], p: Placement) -> Facts:
         """The layout of `facts` with `p` on `axes`."""
         return self.facts(tuple([p if a in axes else q for a, q in enumerate(facts.layout)]))

@@ -16,14 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dtensor.comm import Communicator
-from dtensor.reshard_even import Local, one_part
+from dtensor.reshard_even import Box, Local, box, one_part
 from dtensor.reshard_geometry import Region, region_shape, region_size
 from dtensor.spec import contiguous_stride
 
 __all__ = ["partner"]
-
-Place = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and start of a box of a contiguous tensor."""
 
 
 def partner(
@@ -55,8 +52,8 @@ def partner(
             return kept(x)
 
         return stay
-    source, target = _box(leaving[me], shape), _box(into[me], out_shape)
-    arriving = _box(into[comes[0]], out_shape)
+    source, target = box(leaving[me], shape), box(into[me], out_shape)
+    arriving = box(into[comes[0]], out_shape)
     if not region_size(into[me]):
 
         def change(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +68,7 @@ def partner(
 
 
 def _beside(
-    move: Callable[[torch.Tensor, torch.Tensor], None], take: Local, source: Place, target: Place, arriving: Place,
+    move: Callable[[torch.Tensor, torch.Tensor], None], take: Local, source: Box, target: Box, arriving: Box,
     out_shape: tuple[int, ...],
 ) -> Local:  # fmt: skip
     """What arrives lies beside what is kept: `source` of the tensor is copied to `target` of the result."""
@@ -92,16 +89,6 @@ def _beside(
         return out
 
     return run
-
-
-def _box(region: Region, shape: Sequence[int]) -> Place | None:
-    """Where a region lies; None where a dim has several runs or none."""
-    if any(len(runs) != 1 for runs in region):
-        return None
-    stride = contiguous_stride(shape)
-    size = region_shape(region)
-    steps = tuple(s if n > 1 else t for n, s, t in zip(size, stride, contiguous_stride(size)))  # of 1 any will do
-    return size, steps, sum(runs[0][0] * s for runs, s in zip(region, stride))
 
 
 def _packer(region: Region, shape: tuple[int, ...]) -> Local | None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from dtensor.placement import Replicate
 from dtensor.reshard_layout import Facts, Path, Space
-from dtensor.reshard_shot import talkers
 from dtensor.reshard_step import Layout, Step
 from dtensor.reshard_ways import (
     changed,
@@ -29,6 +28,7 @@ from dtensor.reshard_ways import (
     shot,
     sliced_first,
     staged,
+    talking,
     ways,
 )  # fmt: skip
 
@@ -182,8 +182,7 @@ class _Search:
             return
         one_kind = len({id(cur.layout[a]) for a in pending}) == 1
         if one_kind and receivers_take(space, dst, pending) < self._room:
-            over, _ = talkers(space, space.put(cur, pending, _REPLICATE), dst)
-            yield dst, space.step("all_to_all_reduce", tuple(sorted({*over, *pending})), cur, dst)
+            yield dst, space.step("all_to_all_reduce", talking(space, cur, dst, pending), cur, dst)
         nbytes = space.carried(cur.nbytes)
         for axes in (pending, *links.some(pending)):
             if not one_kind and len({id(cur.layout[a]) for a in axes}) > 1:

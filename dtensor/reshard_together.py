@@ -13,7 +13,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -53,19 +53,15 @@ def redistribute_together(moves: Sequence[Move]) -> list[torch.Tensor]:
 
     Raises what it raises; a CollectiveError of a launch names its collectives and redistributions.
     """
-    batches: dict[tuple[object, ...], list[int]] = {}
-    for i, (local, src, dst) in enumerate(moves):
-        comm = _group(local, src, dst) if gathering.now is None else None
-        batches.setdefault(("alone", i) if comm is None else (comm.name, local.device), []).append(i)
     out: list[torch.Tensor] = [local for local, _, _ in moves]
-    for members in batches.values():
-        for start in range(0, len(members), MOST):
-            some = members[start : start + MOST]
-            if len(some) == 1:
-                out[some[0]] = redistribute_local(*moves[some[0]])
-                continue
-            for i, moved in zip(some, _launched([moves[i] for i in some]), strict=True):
-                out[i] = moved
+    groups = [_group(*move) if gathering.now is None else None for move in moves]
+    for comm, some in _runs(groups, out):
+        if comm is None:
+            done = [redistribute_local(*moves[i]) for i in some]
+        else:
+            done = _launched(comm, [moves[i] for i in some])
+        for i, moved in zip(some, done, strict=True):
+            out[i] = moved
     return out
 
 
@@ -75,33 +71,37 @@ def all_reduce_together(sums: Sequence[tuple[Communicator, torch.Tensor]]) -> li
     They may have any size: what is sent and what arrives is kept until the last has arrived. A CollectiveError of a
     launch names its collectives.
     """
-    batches: dict[tuple[object, ...], list[int]] = {}
-    for i, (comm, x) in enumerate(sums):
-        joins = gathering.now is None and comm.size > 1 and _launches(comm, x)
-        key = (comm.name, x.device) if joins and isinstance(comm, C10dCommunicator) else ("alone", i)
-        batches.setdefault(key, []).append(i)
     out = [x for _, x in sums]
-    for members in batches.values():
-        comm = sums[members[0]][0]
-        for start in range(0, len(members), MOST):
-            some = members[start : start + MOST]
-            if len(some) == 1:
-                out[some[0]] = comm.all_reduce(sums[some[0]][1], "sum")
-                continue
-            assert isinstance(comm, C10dCommunicator)
-            with Together(comm, sums[some[0]][1].device):
-                under_way = [comm.all_reduce(waited(sums[i][1]), "sum", async_op=True) for i in some]
-            for i, late in zip(some, under_way, strict=True):
-                out[i] = late.wait() if isinstance(late, Pending) else late
+    groups = [_launching(comm, x) if gathering.now is None and comm.size > 1 else None for comm, x in sums]
+    for comm, some in _runs(groups, out):
+        if comm is None:
+            for i in some:
+                out[i] = sums[i][0].all_reduce(out[i], "sum")
+            continue
+        with Together(comm, out[some[0]].device):
+            under_way = [comm.all_reduce(waited(out[i]), "sum", async_op=True) for i in some]
+        for i, late in zip(some, under_way, strict=True):
+            out[i] = late.wait() if isinstance(late, Pending) else late
     return out
 
 
-def _launched(moves: Sequence[Move]) -> list[torch.Tensor]:
+def _runs(
+    groups: Sequence[C10dCommunicator | None], tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[C10dCommunicator | None, list[int]]]:
+    """Which collectives go together: a group and at most `MOST`, by number; None and one that goes alone."""
+    batches: dict[tuple[object, ...], list[int]] = {}
+    for i, (comm, x) in enumerate(zip(groups, tensors, strict=True)):
+        batches.setdefault(("alone", i) if comm is None else (comm.name, x.device), []).append(i)
+    for members in batches.values():
+        for start in range(0, len(members), MOST):
+            some = members[start : start + MOST]
+            yield groups[some[0]] if len(some) > 1 else None, some
+
+
+def _launched(comm: C10dCommunicator, moves: Sequence[Move]) -> list[torch.Tensor]:
     """Moves of one collective each, of one group, by one launch: all are issued, it ends, all are finished."""
     locals_ = [waited(local) for local, _, _ in moves]
     plans = [plan_reshard(src, dst) for _, src, dst in moves]
-    comm = _group(*moves[0])
-    assert comm is not None
     try:
         with Together(comm, locals_[0].device):
             under_way = [run_reshard(p, x, async_op=True) for p, x in zip(plans, locals_, strict=True)]
@@ -125,9 +125,11 @@ def _group_of(plan: ReshardPlan, local: torch.Tensor) -> C10dCommunicator | None
         return None
     if plan.steps[-1].kind == "reduce_scatter" and not (is_even(plan.src) and is_even(plan.dst)):
         return None
-    comm = plan.src.mesh.comm(plan.steps[-1].axes)
-    return comm if isinstance(comm, C10dCommunicator) and _launches(comm, local) else None
+    return _launching(plan.src.mesh.comm(plan.steps[-1].axes), local)
 
 
-def _launches(comm: Communicator, x: torch.Tensor) -> bool:
-    return isinstance(comm, C10dCommunicator) and comm_sent.in_queue(x) and comm.has_launches(x.device)
+def _launching(comm: Communicator, x: torch.Tensor) -> C10dCommunicator | None:
+    """`comm`, where collectives of tensors like `x` can be launched together."""
+    if isinstance(comm, C10dCommunicator) and comm_sent.in_queue(x) and comm.has_launches(x.device):
+        return comm
+    return None

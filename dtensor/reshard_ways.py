@@ -16,7 +16,7 @@ from dtensor.reshard_spread import spread
 
 __all__ = [
     "changed", "collectives", "fewest", "least_bytes", "pending_axes", "receivers_take", "scatter_takes",
-    "scattered_to", "shot", "sliced_first", "staged", "then", "ways",
+    "scattered_to", "shot", "sliced_first", "staged", "talking", "ways",
 ]  # fmt: skip
 
 _REPLICATE = Replicate()
@@ -68,12 +68,12 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
     lands = False
     if space.links.over(pending).all_reduce(space.carried(sliced.nbytes)) <= room:
         reduced = space.put(sliced, pending, _REPLICATE)
-        found.append(then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst))
+        found.append(_then(space, (first, space.step("all_reduce", pending, sliced, reduced)), reduced, dst))
     if scatter_takes(space, sliced, dst, pending) <= room:
         scattered = scattered_to(space, sliced, dst, pending)
         if scattered is not None:
             part = space.step("reduce_scatter", pending, sliced, scattered)
-            found.append(then(space, (first, part), scattered, dst))
+            found.append(_then(space, (first, part), scattered, dst))
             lands = scattered is dst
     cut = tuple([a for a in pending if dst.dim_of[a] >= 0])
     rest = tuple([a for a in pending if a not in cut])
@@ -82,7 +82,7 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
         if scattered is not None:
             part = space.step("reduce_scatter", cut, sliced, scattered)
             reduced = space.put(scattered, rest, _REPLICATE)
-            found.append(then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
+            found.append(_then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
     if not lands:  # else the receivers' own reduction receives as much
         _by_receivers(space, src, first, sliced, dst, pending, found, room)
     return found
@@ -95,10 +95,10 @@ def _by_receivers(
     """Add to `found`: each rank reduces what it wants; and, where less may be received so, ranks that have room do."""
     room = min([room, *(way[0] for way in found)]) if space.by_seconds else math.inf
     if receivers_take(space, dst, pending) <= room:
-        over = _over(space, space.put(src, pending, _REPLICATE), dst, pending)
+        over = talking(space, src, dst, pending)
         found.append(space.step("all_to_all_reduce", over, src, dst))
         room = min(room, found[-1][0])
-    over = _over(space, space.put(sliced, pending, _REPLICATE), dst, pending)
+    over = talking(space, sliced, dst, pending)
     if space.by_seconds and 2 * space.links.over(over).least > room:
         return
     least = least_bytes(space, sliced, dst)
@@ -123,9 +123,9 @@ def receivers_take(space: Space, dst: Facts, pending: tuple[int, ...]) -> float:
     return space.links.over(pending).least + space.links.pace * arrives + parts * space.model.hop
 
 
-def _over(space: Space, reduced: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:
-    """The axes that must talk after a reduction of `pending`, and those."""
-    return tuple(sorted({*talkers(space, reduced, dst)[0], *pending}))
+def talking(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:
+    """The axes over which data moves where `pending` are reduced on the way from `cur` to `dst`, in one step."""
+    return tuple(sorted({*talkers(space, space.put(cur, pending, _REPLICATE), dst)[0], *pending}))
 
 
 def _near(space: Space, way: Path, least: float) -> bool:
@@ -192,10 +192,10 @@ def staged(space: Space, src: Facts, dst: Facts, groups: Sequence[tuple[int, ...
         if nxt is not cur:
             paths.append(shot(space, cur, nxt))
             cur = nxt
-    return then(space, paths, cur, dst)
+    return _then(space, paths, cur, dst)
 
 
-def then(space: Space, paths: Iterable[Path], cur: Facts, dst: Facts) -> Path:
+def _then(space: Space, paths: Iterable[Path], cur: Facts, dst: Facts) -> Path:
     """`paths`, which lead to `cur`, and one shot from there."""
     some = [*paths] if cur is dst else [*paths, shot(space, cur, dst)]
     return sum([cost for cost, _ in some]), tuple([step for _, steps in some for step in steps])

@@ -397,7 +397,8 @@ def memory_on_gloo(rank: int, world: int) -> None:
                     redistribute_local(x, a, b)
                 peaks.append(peak.most)
             space = Space(mesh.shape, shape, x.itemsize, CostModel())
-            held, made = space.nbytes(src), space.nbytes(dst)  # of the largest shards, which small ones are padded to
+            # of the largest shards, which small ones are padded to
+            held, made = space.facts(src).nbytes, space.facts(dst).nbytes
             most = most_bytes(plan_reshard(a, b).collectives, src + dst, shape == (128, 96), held, made)
             if min(peaks) > most + 64:
                 bad.append(f"{src} -> {dst} of {shape}: {min(peaks)} bytes for {held} + {made}")
