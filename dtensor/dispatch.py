@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor import moved as moved_views
 from dtensor import random as rng
+from dtensor.deferred import PutOff
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
 from dtensor.moved import MovedSpec, ViewCall, note_written
@@ -309,7 +310,7 @@ class Plan:
             box = local[at] if isinstance(at, int) else named[at]
             inputs.append(box if sub is None else box[sub])
         d = self.decision
-        return KernelContext(self.call, d.kernel_axes, d.kernel_factors, inputs, d.inputs, d.outputs, arguments)
+        return KernelContext(self.call, d.kernel_axes, d.kernel_factors, inputs, d.inputs, d.outputs, arguments, True)
 
     def _general(self, structure: str) -> Callable[..., Any]:
         outs = self.decision.outputs
@@ -326,6 +327,9 @@ class Plan:
                 return args[0] if structure == "one" else None
             if structure == "none":
                 return got
+            if type(got) is PutOff:
+                waiting = got.specs(outs, self.decision.kernel_axes)
+                return tuple(_wrap(g, s) for g, s in zip(got.parts, waiting, strict=True))
             if self.reorder:
                 got = _in_order(got, outs)
             if moved_view:

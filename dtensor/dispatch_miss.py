@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.deferred import DeferredSpec
 from dtensor.dispatch import OpInfo, Plan
 from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, output_metas, plain_wrapper
 from dtensor.dispatch_functional import rewritten
 from dtensor.dispatch_plain import in_composite, with_plain
-from dtensor.dispatch_views import has_moved, with_moved
+from dtensor.dispatch_views import late, with_deferred, with_moved
 from dtensor.dispatch_writes import check_written, kept, run_inplace_view, run_out
 from dtensor.errors import LayoutError
 from dtensor.factors import Rule
@@ -40,7 +41,10 @@ def miss(
 ) -> Any:  # fmt: skip
     """First call with this key: checks, decision, plan; runs it and caches it."""
     inplace_view = torch.Tag.inplace_view in info.func.tags
-    if has_moved(args, kwargs) and not inplace_view and info.kind != "out":
+    kinds = late(args, kwargs)
+    if DeferredSpec in kinds:
+        return with_deferred(info, args, kwargs)
+    if kinds and not inplace_view and info.kind != "out":
         return with_moved(info, args, kwargs)
     if info.kind != "foreach":  # whose elements may each have a mesh of their own
         common_mesh(info, args, kwargs)

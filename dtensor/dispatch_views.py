@@ -21,14 +21,17 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dtensor import dispatch as hot
+from dtensor.deferred import finish
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import flat, is_dtensor, map_args, map_named, plain_wrapper, put_back, some_elements
 from dtensor.moved import MovedSpec, ViewCall, bind_replay, note_writes, settled_spec, version
 from dtensor.placement import Replicate
+from dtensor.spec import Spec
 from dtensor.strides import in_order
 
 __all__ = [
-    "Written", "carry_back", "has_moved", "settled", "whole", "with_moved", "writable", "write_local",
+    "Written", "carry_back", "has_moved", "late", "settled", "whole", "with_deferred", "with_moved", "writable",
+    "write_local",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -48,6 +51,24 @@ def settled(x: Any, call: str) -> Any:
 def has_moved(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """True where some argument is a view that had to move data."""
     return any(is_dtensor(a) and isinstance(a._spec, MovedSpec) for a in flat(args, kwargs))
+
+
+def late(args: Sequence[Any], kwargs: dict[str, Any]) -> set[type]:
+    """The kinds of specs among the arguments that have to be brought up to date."""
+    return {type(a._spec) for a in flat(args, kwargs) if is_dtensor(a)} - {Spec}
+
+
+def with_deferred(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with results among its arguments that wait for a collective: it is sent now.
+
+    Aliases wait as well: autograd takes one of what it keeps for backward.
+    """
+    if info.name in ("aten.detach.default", "aten.alias.default"):
+        (x,) = args
+        with torch.inference_mode(torch.is_inference_mode_enabled() and x.is_inference()):
+            return plain_wrapper(x._local_tensor, x._spec)
+    finish(flat(args, kwargs))
+    return hot.dispatch(info.func, args, kwargs)
 
 
 def whole(x: Any) -> torch.Tensor:

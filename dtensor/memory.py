@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtensor.deferred import finish
 from dtensor.errors import LayoutError, explain_error
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = ["apply_", "is_shared", "map_", "refuse_layout", "share_memory_"]
 
 def share_memory_(self: DTensor) -> DTensor:
     """As `torch.Tensor.share_memory_`, for this rank's part."""
+    finish((self,))
     self._local_tensor.share_memory_()
     return self
 

@@ -30,7 +30,8 @@ from dtensor.errors import LayoutError, explain_error
 from dtensor.spec import Spec
 
 __all__ = [
-    "MovedSpec", "ViewCall", "Watch", "bind_replay", "memory_version", "note_writes", "note_written", "settled_spec",
+    "LateSpec", "MovedSpec", "ViewCall", "Watch", "bind_replay", "memory_version", "note_writes", "note_written",
+    "settled_spec",
 ]  # fmt: skip
 
 _alive = 0
@@ -67,7 +68,21 @@ class Watch:
                 _counts.clear()
 
 
-class MovedSpec(Spec):
+class LateSpec(Spec):
+    """Spec of a DTensor whose local tensor may have to be brought up to date before it is read. Never interned."""
+
+    __slots__ = ()
+
+    def settle(self, x: Any, call: str) -> Spec:
+        """Bring `x`, which has this spec, up to date for `call`; gives the ordinary spec of its value."""
+        raise NotImplementedError
+
+    def settled(self) -> Spec:
+        """The ordinary spec of the same value."""
+        raise NotImplementedError
+
+
+class MovedSpec(LateSpec):
     """Spec of a view that had to move data: `calls` lead to it from `base`, which was at `version` then.
 
     `local` is the view's value on this rank as of `version`. Never interned.
@@ -95,8 +110,22 @@ class MovedSpec(Spec):
         made.base, made.calls, made.local, made.version = base, (*calls, call), local, version(base)
         return made
 
+    def settle(self, x: Any, call: str) -> Spec:
+        """LayoutError where the base was written past the engine."""
+        now = version(self.base)
+        if self.version[0] != now[0]:
+            self.local, self.version = _replay(self), now
+        elif self.version != now:
+            raise LayoutError(
+                explain_error(
+                    call, str(self), "a view that had to move data does not see what is written to local tensors",
+                    "write to the DTensor, or take the view again after writing",
+                )
+            )  # fmt: skip
+        x._local_tensor = self.local
+        return self.settled()
+
     def settled(self) -> Spec:
-        """The ordinary spec of the same value."""
         return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
 
@@ -117,24 +146,11 @@ def bind_replay(replay: Callable[[MovedSpec], torch.Tensor], wrap: Callable[[tor
 def settled_spec(x: Any, call: str) -> Spec:
     """The ordinary spec of a DTensor that is about to be read by `call`.
 
-    Brings `x._local_tensor` up to date where `x` is a view that had to move data: read the local tensor afterwards.
-    LayoutError where its base was written past the engine.
+    Brings `x._local_tensor` up to date where `x` is a view that had to move data, or waits for a collective: read the
+    local tensor afterwards. LayoutError where the base of a view was written past the engine.
     """
     spec: Spec = x._spec
-    if not isinstance(spec, MovedSpec):
-        return spec
-    now = version(spec.base)
-    if spec.version[0] != now[0]:
-        spec.local, spec.version = _replay(spec), now
-    elif spec.version != now:
-        raise LayoutError(
-            explain_error(
-                call, str(spec), "a view that had to move data does not see what is written to local tensors",
-                "write to the DTensor, or take the view again after writing",
-            )
-        )  # fmt: skip
-    x._local_tensor = spec.local
-    return spec.settled()
+    return spec.settle(x, call) if isinstance(spec, LateSpec) else spec
 
 
 def note_writes(*written: Any) -> None:

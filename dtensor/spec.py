@@ -48,6 +48,8 @@ _SHORT = {
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
     torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
+WEIGHTED = "weighted avg"
+"""The reduction of results that wait for their collective (`dtensor.deferred`)."""
 _LONG = {short: dtype for dtype, short in _SHORT.items()}
 
 
@@ -142,6 +144,11 @@ class ShardDimError(LayoutError, IndexError, ValueError):
 def check_partials(placements: Sequence[Placement], call: str) -> None:
     """One kind of pending reduction per tensor (sum and avg are one kind); ValueError otherwise."""
     kinds = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in placements if isinstance(p, Partial)}
+    if WEIGHTED in kinds:
+        raise ValueError(
+            f"{call}: the weights of Partial({WEIGHTED}) are known to the one result that has it, no other tensor can "
+            "be laid out like that; use Replicate()"
+        )
     if len(kinds) > 1:
         raise ValueError(
             f"{call}: a tensor can be pending in one kind of reduction only, got {list(placements)}; "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.deferred import finish
 from dtensor.dispatch import special
 from dtensor.dispatch_call import plain_wrapper
 from dtensor.dispatch_writes import laid_out_like, take_over
@@ -45,6 +46,7 @@ def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     D = hot._DTensor
     if not (isinstance(a, D) and isinstance(b, D)):
         raise MixedTensorError("equal: got mixed torch.Tensor and DTensor; compare x.full_tensor() instead")
+    finish(args)
     if a._spec.mesh != b._spec.mesh:
         raise LayoutError(f"equal: the tensors live on different meshes, {a._spec.mesh} and {b._spec.mesh}")
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -69,8 +71,8 @@ def _allclose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @special("aten._pin_memory.default")
 def _pin_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    return plain_wrapper(x._local_tensor.pin_memory(), x._spec)
+    spec = settled_spec(args[0], "pin_memory")
+    return plain_wrapper(args[0]._local_tensor.pin_memory(), spec)
 
 
 @special("aten._has_compatible_shallow_copy_type.default")

@@ -23,6 +23,7 @@ from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
 from dtensor import products as _products
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
+from dtensor.deferred import DeferredSpec
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
 from dtensor.moved import settled_spec
@@ -166,7 +167,7 @@ class DTensor(torch.Tensor):
         if _compiling():
             return _compiled.to_local(self, grad_placements)
         if not torch.is_grad_enabled() or not self.requires_grad:
-            settled_spec(self, "to_local")
+            _read_part(self)
             return self._local_tensor
         grads = None
         if grad_placements is not None:
@@ -212,6 +213,8 @@ class DTensor(torch.Tensor):
         mesh = own if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             raise RuntimeError("redistribute: placements are needed, e.g. x.redistribute(placements=[Replicate()])")
+        if type(self._spec) is DeferredSpec and mesh == own and tuple(placements) == self._spec.placements:
+            return cast(DTensor, torch.ops.aten.alias.default(self))  # goes on waiting
         placed = normalize_placements(placements, mesh, self.ndim, "redistribute")
         known = self._spec.placements if mesh == own else (None,) * len(placed)
         for axis, (src, dst) in enumerate(zip(known, placed, strict=True)):
@@ -409,6 +412,12 @@ def _waited(t: torch.Tensor) -> torch.Tensor:
     return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t  # type: ignore[attr-defined]
 
 
+def _read_part(x: DTensor) -> Spec:
+    """The spec of this rank's part, which is then up to date. What waits for a collective goes on waiting."""
+    spec = x._spec
+    return spec.final if type(spec) is DeferredSpec else settled_spec(x, "to_local")
+
+
 def _spec_of_local(
     local: torch.Tensor, mesh: DeviceMesh, placed: tuple[Placement, ...],
     shape: Sequence[int] | None, stride: Sequence[int] | None,
@@ -483,7 +492,7 @@ class _FromLocal(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
-        ctx.spec = settled_spec(x, "to_local")
+        ctx.spec = _read_part(x)
         ctx.placements = grads if grads is not None else _whole(ctx.spec.placements)
         local = x._local_tensor
         return local.view_as(local)

@@ -9,24 +9,28 @@ The class dim `c` is whole for plain strategies. Cut over an axis, each rank hol
     nll_loss backward     the rank that holds the target's class writes the gradient: nothing is sent
 
 The mean is no sum over ranks of local means: ranks may hold different numbers of rows that count (ignored
-targets, class weights, uneven shards). Its kernel all-reduces numerator and denominator together:
+targets, class weights, uneven shards). Its kernel all-reduces numerator and denominator together, when the loss
+or its gradient is first wanted (`dtensor.deferred`):
 
     rank 0: targets 1 2 (both count)     rank 1: targets 3 -100     mean = (l0 + l1 + l2) / 3
 
-The kernels are given no cost: they send one or two numbers a row, and what follows a sharded log_softmax
-wants it sharded alike. Sums are taken in float32 for lower precisions.
+The kernels are given no cost: they send one or two numbers a row or put that off, and what follows a sharded
+log_softmax wants it sharded alike. Sums are taken in float32 for lower precisions.
 """
 
 from __future__ import annotations
 
 import torch
 
+from dtensor.deferred import PutOff
 from dtensor.factors import Dims, Kernel, Linear, Rule, linear
-from dtensor.kernel import KernelContext, looks_at_values
+from dtensor.kernel import KernelContext, looks_at_values, traced
 from dtensor.registry import Call, register
 from propagation_rules.classes import bad_targets, check_targets, local_slots
 
 NONE, MEAN, SUM = 0, 1, 2
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -147,7 +151,7 @@ def nll_loss(call: Call) -> Rule:
     groups = (Linear(frozenset({0}), (("sum", "sum"), ("avg", "avg")), frozenset({1})),)
     if reduction == MEAN:
         every = frozenset(range(len(sizes)))
-        kernel = Kernel("nll mean", every, ("replicate", "replicate"), _run_nll, 2, 1)
+        kernel = Kernel("nll mean", every, ("replicate", "replicate"), _run_nll)
         return Rule(inputs, outputs, sizes, every, linear=groups, kernels=(kernel,))
     kernel = Kernel("nll", frozenset({c}), ("sum", "sum"), _run_nll)
     return Rule(inputs, outputs, sizes, frozenset({c}), linear=groups, kernels=(kernel,))
@@ -171,7 +175,7 @@ def _agrees(ctx: KernelContext, target: torch.Tensor) -> bool:
     return ctx.call["reduction"] == MEAN and target.device.type == "cpu" and ctx.call.index("grad_output") is None
 
 
-def _run_nll(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_nll(ctx: KernelContext) -> Pair | PutOff:
     x, slot, mine, weight = _mine(ctx)
     out, total_spec = ctx.out_specs
     assert out is not None and total_spec is not None
@@ -186,30 +190,50 @@ def _run_nll(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     if reduction == NONE:
         total = counted.sum() if x.ndim == 1 else zero.new_zeros(())  # torch counts a single row, but not many
         return rows.to(out.dtype).view(out.local_shape), total.to(total_spec.dtype)
-    sums = torch.stack([rows.sum(), counted.sum()])
+    sums = [rows.sum(), counted.sum()]
     if reduction == MEAN:
-        sums = _mean(ctx, sums)
+        return _mean(ctx, sums, (out.dtype, total_spec.dtype))
     return sums[0].to(out.dtype), sums[1].to(total_spec.dtype)
 
 
-def _mean(ctx: KernelContext, sums: torch.Tensor) -> torch.Tensor:
-    """(mean, count) from the sums of all positions. A target out of bounds on one of them is an error on all."""
+
+def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype, torch.dtype]) -> Pair | PutOff:
+    """(mean, count) from the sums of all positions. A target out of bounds on one of them is an error on all.
+
+    Outside of a trace the all-reduce waits until the loss or its gradient is wanted, and the error with it.
+    """
     target, at, ignore = ctx.tensor("target"), ctx.call.index("self"), int(ctx.call["ignore_index"])
     assert at is not None
-    if not _agrees(ctx, target):
-        sums = ctx.all_reduce(sums, "sum")
-    else:
-        shape = ctx.in_specs[at].shape
-        classes = shape[_class_dim(len(shape))]
-        bad = bad_targets(target, classes, ignore).sum().to(sums.dtype)
-        *parts, count = ctx.all_reduce(torch.stack([*sums, bad]), "sum")
-        if not looks_at_values(count):
-            torch._assert_async(count == 0, f"{ctx.call.op}: a target is out of bounds for {classes} classes")
-        elif count:
-            check_targets(str(ctx.call.op), target, classes, ignore)
-            raise IndexError(f"{ctx.call.op}: a target on another rank is out of bounds for {classes} classes")
-        sums = torch.stack(parts)
-    return torch.stack([sums[0] / sums[1], sums[1]])
+    name, shape = str(ctx.call.op), ctx.in_specs[at].shape
+    classes, wrong, here = shape[_class_dim(len(shape))], f"{name}: a target is out of bounds for", ""
+    sums = list(own)
+    if _agrees(ctx, target):
+        sums.append(bad_targets(target, classes, ignore).sum().to(own[0].dtype))
+        if looks_at_values(sums[2]) and sums[2]:
+            here = str(_refusal(name, target, classes, ignore))
+    sent, mesh, axes = torch.stack(sums), ctx.in_specs[0].mesh, ctx.axes
+
+    def finish() -> Pair:
+        total, count, *bad = mesh.comm(axes).all_reduce(sent, "sum") if axes else sent
+        for found in bad:
+            if not looks_at_values(found):
+                torch._assert_async(found == 0, f"{wrong} {classes} classes")
+            elif found:
+                elsewhere = f"{name}: a target on another rank is out of bounds for {classes} classes"
+                raise IndexError(here or elsewhere)
+        return (total / count).to(dtypes[0]), count.to(dtypes[1])
+
+    if not ctx.may_put_off or not axes or traced(sent):
+        return finish()
+    return PutOff(((own[0] / own[1]).to(dtypes[0]), own[1].to(dtypes[1])), finish)
+
+
+def _refusal(name: str, target: torch.Tensor, classes: int, ignore: int) -> IndexError | None:
+    try:
+        check_targets(name, target, classes, ignore)
+    except IndexError as error:
+        return error
+    return None
 
 
 def nll_loss_backward(call: Call) -> Rule:

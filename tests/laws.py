@@ -32,6 +32,7 @@ from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, i
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
 from dtensor import tensor as tensor_module
+from dtensor.deferred import finish
 from dtensor.dispatch_call import flat as arguments_of
 from dtensor.dispatch_call import make_call, map_args, output_metas
 from dtensor.propagate import all_decisions
@@ -324,6 +325,7 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
             continue
         plan = hot.Plan(info, given, decision, structure, names)
         got = flat(plan.execute(list(local), named, wrapped))
+        finish(got)
         for g, ref, spec in zip(got, plain, [s for s in decision.outputs if s is not None], strict=True):
             settled = Spec.make(mesh, spec.placements, spec.shape, spec.stride, spec.dtype)
             if g._local_tensor.shape != settled.local_shape:

@@ -20,7 +20,7 @@ from test_parallel_styles import on_ranks
 from torch import nn
 
 import parallel
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, products
 from dtensor.debug import CommDebugMode
 from dtensor.placement import StridedShard
 from parallel import (
@@ -198,6 +198,8 @@ def with_table(page: str) -> str:
 @pytest.mark.parametrize("page", CASES)
 def test_tables_are_measured(page: str) -> None:
     """Bytes are those that rank 0 receives."""
+    if page == "input_reshard" and not products._ABLE:
+        pytest.skip("linear layers run whole from torch 2.13 on, as the table shows them")
     assert START in (PAGES / f"{page}.md").read_text()
     assert with_table(page) == (PAGES / f"{page}.md").read_text()
 

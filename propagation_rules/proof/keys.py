@@ -19,6 +19,7 @@ import torch
 import dtensor
 from dtensor import DTensor, init_device_mesh
 from dtensor import dispatch as hot
+from dtensor.deferred import finish
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.spec import Spec
 from propagation_rules.proof.parts import assemble, differs
@@ -130,6 +131,7 @@ def _on_rank(order: list[RecordedCall], cut: bool) -> list[tuple[list[Spec], lis
             args, kwargs = wrapped(call, mesh, layouts)
             try:
                 outs = [t for t in tensors_of(hot.dispatch(call.op, args, kwargs)) if isinstance(t, DTensor)]
+                finish(outs)
                 results.append(([t._spec for t in outs], [t._local_tensor for t in outs]))
             except Exception as e:
                 results.append(f"{type(e).__name__}: {str(e).partition(chr(10))[0]}")

@@ -28,6 +28,7 @@ from dtensor import DeviceMesh, DTensor, init_device_mesh
 from dtensor import dispatch as hot
 from dtensor import dispatch_miss as slow
 from dtensor.comm import observers
+from dtensor.deferred import finish
 from dtensor.dispatch_call import make_call, output_metas
 from dtensor.dispatch_writes import kept
 from dtensor.errors import LayoutError, NoRuleError
@@ -324,6 +325,7 @@ class _Given:
             got = plan.execute(local, named, args)
         finally:
             observers.remove(watch)
+        finish(_dtensors(got))
         if sent and not plan.moves and not (decision.kernel is not None and decision.kernel.collectives):
             unpriced = decision.kernel.name if decision.kernel is not None else "local"
         own = plan.kernel is None and plan.run is self.info.run
@@ -403,6 +405,7 @@ def _run_lists(call: RecordedCall, mesh: DeviceMesh) -> list[_Run]:
             runs.append(_Run(text, error=f"raises {type(e).__name__}: {_first(e)}"))
             continue
         outs = list(_dtensors(got)) if call.op._schema.returns else []
+        finish(outs)
         tensors = list(_dtensors((args, kwargs)))
         left = [x for i, t in enumerate(tensors) for x in (torch.tensor(i), t._local_tensor)]
         runs.append(
