@@ -58,13 +58,13 @@ class Deferred:
     def value(self, index: int) -> torch.Tensor:
         """Local tensor of result `index`; finishes what was put off."""
         if self._finish is not None:
-            finish, self._finish = self._finish, None
             try:
                 self._check_parts()
                 with torch.inference_mode(self._inference), torch.no_grad():
-                    self._values = finish()
+                    self._values = self._finish()
             except Exception as error:
                 self._error = error
+            self._finish = None
         if self._error is not None:
             raise self._error
         return self._values[index]
