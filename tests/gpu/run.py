@@ -69,7 +69,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="run cases whose name holds one of these words: a,b")
     parser.add_argument("--modules", default="", help="modules with cases in the place of tests/gpu/cases_*.py: a,b")
     parser.add_argument("--quick", action="store_true", help="fewer layouts and dtypes of each case")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one world")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one world")
     parser.add_argument("--keep-going", action="store_true", help="go on to larger worlds after a failure")
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     return parser.parse_args(arguments)
