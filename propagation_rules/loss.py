@@ -171,8 +171,14 @@ def _mine(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def _agrees(ctx: KernelContext, target: torch.Tensor) -> bool:
-    """True where all positions reduce numbers anyway, and with them how many targets are out of bounds."""
-    return ctx.call["reduction"] == MEAN and target.device.type == "cpu" and ctx.call.index("grad_output") is None
+    """True where all positions reduce numbers anyway, and with them how many targets are out of bounds.
+
+    Where all positions hold all targets, each sees by itself what is out of bounds.
+    """
+    at = ctx.call.index("target")
+    if at is None or ctx.in_specs[at].is_replicated() or ctx.call.index("grad_output") is not None:
+        return False
+    return ctx.call["reduction"] == MEAN and target.device.type == "cpu"
 
 
 def _run_nll(ctx: KernelContext) -> Pair | PutOff:
