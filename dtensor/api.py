@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtensor.compiled import refuse_export
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.memory import refuse_layout
 from dtensor.placement import Placement, Replicate, Shard
@@ -60,6 +61,7 @@ def distribute_tensor(
                 f"distribute_tensor: a DTensor laid out as {tensor.placements}, asked for {placed}; use redistribute()"
             )
         return tensor
+    refuse_export("distribute_tensor")
     if src_data_rank is not None and not 0 <= src_data_rank < max(mesh.shape, default=1):
         raise ValueError(f"distribute_tensor: src_data_rank={src_data_rank} is no position on a mesh of {mesh.shape}")
     local = tensor.detach()

@@ -11,6 +11,10 @@ their group.
 How a DTensor itself goes through a compiler is in `DTensor.__tensor_flatten__`: the local tensor is what the graph
 holds, the spec (mesh, placements, global shape, stride and dtype; interned) is what its guards compare, so another
 layout, another shape or another mesh means another graph.
+
+`torch.export` is another matter: it writes down what is done to the tensors that it was given, before autograd, and
+tracks tensors of Python classes only where an op made them. A DTensor that is made while it looks on, by one of these
+calls or a factory, is none that it knows: `refuse_export` says so, where torch would end in C++ with a failed cast.
 """
 
 from __future__ import annotations
@@ -19,19 +23,36 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import _get_dispatch_mode_pre_dispatch as _mode_above_autograd
 
 from dtensor.device_mesh import DeviceMesh
+from dtensor.errors import explain_error
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 
 if TYPE_CHECKING:
     from dtensor.tensor import DTensor
 
-__all__ = ["bind", "compiling", "full_tensor", "from_local", "redistribute", "to_local"]
+__all__ = ["bind", "compiling", "full_tensor", "from_local", "redistribute", "refuse_export", "to_local"]
 
 compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """True in code that dynamo follows; False whenever code really runs."""
 
 _DTensor: Any = None
+_proxies = torch._C._TorchDispatchModeKey.PROXY
+
+
+def refuse_export(call: str) -> None:
+    """RuntimeError while `torch.export` looks on, as `call` is about to make a DTensor that it cannot track."""
+    if _mode_above_autograd(_proxies) is not None:
+        raise RuntimeError(
+            explain_error(
+                f"torch.export of a program that calls {call}", "a DTensor made inside of the exported program",
+                "an exported program can hold DTensors that are its inputs, parameters or results of ops on those, but "
+                "none that it makes or moves itself, as parallel styles do",
+                "torch.compile(module), which holds these calls, or dtensor.lower(step, args); export the module "
+                "before it is parallelized",
+            )
+        )  # fmt: skip
 
 
 def bind(cls: type[DTensor]) -> None:

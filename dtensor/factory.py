@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dtensor import random as rng
+from dtensor.compiled import refuse_export
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.reshard_run import redistribute_local
@@ -35,6 +36,7 @@ def _make(
     random: bool = False,
 ) -> DTensor:
     """Check, make this rank's part, wrap. A Partial layout gets parts that reduce to the value."""
+    refuse_export(call)
     mesh = as_mesh(device_mesh)
     if layout is not torch.strided:
         raise ValueError(f"{call}: layout={layout} is not supported; DTensors are strided")

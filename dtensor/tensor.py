@@ -134,6 +134,8 @@ class DTensor(torch.Tensor):
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local: local_tensor must be a torch.Tensor, got {type(local_tensor).__name__}")
         refuse_layout("from_local", local_tensor)
+        if type(local_tensor) is not torch.Tensor:
+            _compiled.refuse_export("from_local")
         if (shape is None) != (stride is None):
             raise RuntimeError("from_local: pass both shape and stride of the global tensor, or neither")
         mesh = as_mesh(device_mesh)
@@ -201,6 +203,8 @@ class DTensor(torch.Tensor):
         """
         if _compiling() and (device_mesh is None or isinstance(device_mesh, DeviceMesh)):
             return _compiled.redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
+        if type(self._local_tensor) is not torch.Tensor:
+            _compiled.refuse_export("redistribute")
         grad = torch.is_grad_enabled() and _get_requires_grad(self)
         if device_mesh is None and placements and not async_op and forward_dtype is None:
             move = known_move(self._spec, placements, self._local_tensor)

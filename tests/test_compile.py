@@ -150,3 +150,38 @@ def test_collectives_are_functional_and_by_name() -> None:
     full(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
     group = mesh.get_group().group_name
     assert "_c10d_functional.all_gather_into_tensor" in graphs[-1] and f"'{group}'" in graphs[-1]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    """A program on DTensors that it is given is exported; one that makes or moves some is refused, with the call."""
+    from parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = start_fake_world()
+
+    class Ops(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(distribute_tensor(torch.randn(6, 8), mesh, [Shard(1)], src_data_rank=None))
+
+        def forward(self, x: DTensor) -> Any:
+            return torch.nn.functional.silu(x @ self.w).softmax(0)
+
+    class Moves(Ops):
+        def forward(self, x: DTensor) -> Any:
+            return (x @ self.w).redistribute(placements=[Replicate()])
+
+    x, other = (distribute_tensor(torch.randn(4, 6), mesh, [Replicate()], src_data_rank=None) for _ in range(2))
+    ops = Ops()
+    got, want = torch.export.export(ops, (x,), strict=strict).module()(other), ops(other)
+    assert got._spec is want._spec
+    assert_close(got.to_local(), want.to_local())
+    with pytest.raises(RuntimeError, match="torch.export of a program that calls redistribute"):
+        torch.export.export(Moves(), (x,), strict=strict)
+    (x @ ops.w).redistribute(placements=[Replicate()])  # a move that is known from now on
+    with pytest.raises(RuntimeError, match="torch.export of a program that calls redistribute"):
+        torch.export.export(Moves(), (x,), strict=strict)
+    mlp = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with pytest.raises(RuntimeError, match="torch.export of a program that calls from_local"):
+        torch.export.export(mlp, (torch.randn(4, 6),), strict=strict)
