@@ -429,6 +429,8 @@ def _spec_of_local(
     """Spec of the global tensor that this local part belongs to; RuntimeError when a given shape contradicts it."""
     if shape is None:
         sizes, strides = list(local.shape), list(local.stride())
+        if type(local) is not torch.Tensor:  # in a graph sizes may be symbols: a spec has numbers, and guards hold them
+            sizes, strides = list(map(int, sizes)), list(map(int, strides))
         for p, k in zip(placed, mesh.shape, strict=True):
             if isinstance(p, (Shard, StridedShard)):
                 sizes[p.dim] *= k

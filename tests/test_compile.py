@@ -89,6 +89,26 @@ def test_layouts_and_writes() -> None:
         assert_close(xs[0].to_local(), xs[1].to_local())
 
 
+def test_local_tensors_of_other_sizes() -> None:
+    """`from_local` of tensors whose sizes change, which the compiler takes for symbols by then: another graph each."""
+    mesh = start_fake_world()
+
+    def step(local: torch.Tensor, like: DTensor) -> DTensor:
+        x = DTensor.from_local(local, mesh, [Shard(0)]).square()
+        return DTensor.from_local(x.to_local() + 1, like.device_mesh, like.placements)
+
+    run = compiled(step)
+    like = distribute_tensor(torch.randn(8, 5), mesh, [Shard(1)], src_data_rank=None)
+    for rows, cols in ((2, 3), (4, 3), (3, 3), (3, 6)):
+        local = torch.randn(rows, cols, requires_grad=True)
+        got = run(local, like)
+        assert got.shape == (rows, 4 * cols) and got.placements == (Shard(1),)
+        assert all(type(n) is int for n in got._spec.shape)
+        assert_close(got.to_local(), local.square() + 1)
+        (grad,) = torch.autograd.grad(got.to_local().sum(), local)
+        assert_close(grad, 2 * local)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_does_what_eager_does() -> None:
