@@ -42,7 +42,7 @@ ConstantMeta: type[type] = _metaclass()
 class Placement(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """Base of all placements. Its predicates answer False; subclasses answer for themselves."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """True for `Shard` (of `dim`, when given). As in torch, False for split-factor shards."""

@@ -65,12 +65,14 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
     """Bring a module's inputs into the layouts it wants.
 
     Args:
-        input_layouts: layouts of plain inputs, one for each positional input.
+        input_layouts: layouts of plain inputs, one for each positional input; None: positional inputs are left alone,
+            whatever is desired.
         desired_input_layouts: the layouts that forward sees.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword inputs, by name.
         use_local_output: forward sees plain tensors instead of DTensors.
 
-    Raises ValueError when layouts do not come in pairs and, at the call, when the number of inputs differs.
+    Raises ValueError when input layouts are not each paired with a desired one and, at the call, when the number of
+    inputs differs.
     """
 
     def __init__(
@@ -89,10 +91,9 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
-        _same_length(
-            call, "input_layouts", "desired_input_layouts", self.input_layouts, self.desired_input_layouts
-        )
-        if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
+        if self.input_layouts is not None:
+            _same_length(call, "input_layouts", "desired_input_layouts", self.input_layouts, self.desired_input_layouts)
+        if self.with_kwargs and set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{call}: input_kwarg_layouts and desired_input_kwarg_layouts must name the same inputs\n"
                 f"  got: {sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}"

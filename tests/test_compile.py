@@ -89,6 +89,24 @@ def test_layouts_and_writes() -> None:
         assert_close(xs[0].to_local(), xs[1].to_local())
 
 
+def test_placements_made_before_a_graph_breaks() -> None:
+    """What torch hands on from one graph to the next holds them by weak references."""
+    mesh = start_fake_world()
+
+    def step(x: DTensor) -> DTensor:
+        whole = [Replicate() for _ in x.placements]
+        cut = whole.copy()
+        cut[0] = Shard(1)
+        torch._dynamo.graph_break()
+        return x.redistribute(placements=cut)
+
+    torch._dynamo.reset()
+    run = torch.compile(step, backend="aot_eager")
+    for rows in (8, 4, 6):
+        x = distribute_tensor(torch.randn(rows, 4), mesh, [Shard(0)], src_data_rank=None)
+        assert run(x).placements == (Shard(1),)
+
+
 def test_local_tensors_of_other_sizes() -> None:
     """`from_local` of tensors whose sizes change, which the compiler takes for symbols by then: another graph each."""
     mesh = start_fake_world()

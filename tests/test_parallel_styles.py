@@ -225,6 +225,25 @@ def test_prepare_looks_at_the_real_layout() -> None:
     on_ranks(f)
 
 
+def test_prepare_without_given_layouts_leaves_inputs_alone() -> None:
+    """Desired layouts alone change nothing, as in torch: programs pass them where inputs come as they should."""
+
+    def f(mesh: DeviceMesh) -> None:
+        for style in (
+            PrepareModuleInput(desired_input_layouts=R, use_local_output=True),
+            PrepareModuleInput(desired_input_kwarg_layouts={"input": R}),
+            PrepareModuleInputOutput(desired_input_layouts=(R, R), output_layouts=R, desired_output_layouts=R),
+        ):
+            net = parallelize_module(nn.Identity(), mesh, style)
+            cut = distribute_tensor(rand(8, 2), mesh, [Shard(0)], src_data_rank=None)
+            plain = rand(8, 2)
+            same(net(plain), plain)
+            if isinstance(style, PrepareModuleInput):
+                assert net(cut) is cut
+
+    on_ranks(f)
+
+
 def _apply(style: ParallelStyle, module: nn.Module) -> Callable[[DeviceMesh], object]:
     return lambda mesh: parallelize_module(module, mesh, style)
 
