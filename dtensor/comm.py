@@ -364,6 +364,29 @@ class Communicator(ABC):
         """An all-gather into tensors of one shape, bound, where there is one. It says False where it did nothing."""
         return None
 
+    def bind_scatter_list(
+        self, op: str, dtype: torch.dtype
+    ) -> Callable[[list[torch.Tensor], torch.Tensor], bool] | None:
+        """A reduce-scatter of parts of unlike sizes, of `dtype`, into a tensor, bound, where there is one.
+
+        It says False where it did nothing.
+        """
+        return None
+
+    def pads_gather(self, sizes: Sequence[int], dtype: torch.dtype) -> bool | None:
+        """Whether an all-gather of parts of these sizes, in elements, is one of padded parts; else an all-to-all.
+
+        None where neither is bound for `dtype`.
+        """
+        return None
+
+    def pads_scatter(self, sizes: Sequence[int], op: str, dtype: torch.dtype) -> bool | None:
+        """Whether a reduce-scatter of parts of these sizes is one of padded parts; else of a list of them.
+
+        None where neither is bound for `op` and `dtype`.
+        """
+        return None
+
     @abstractmethod
     def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]: ...
 

@@ -19,26 +19,47 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtensor import comm_sent
 from dtensor.comm_failure import Place, failed, note
+from dtensor.comm_wire import carrier_of
 from dtensor.errors import CollectiveError
 
 __all__ = [
     "Bound",
+    "Try",
     "carried",
     "exchange",
     "exchange_into",
     "gather",
     "gather_into",
+    "in_carrier",
     "ready",
     "reduce",
     "reduce_scatter",
+    "scatter_list",
 ]
 
 Bound = Callable[[torch.Tensor], torch.Tensor]
+Try = Callable[[torch.Tensor], torch.Tensor | None]
+"""None where the general way is to be taken, as nothing was sent."""
 
 _CARRIED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def in_carrier(run: Try, dtype: torch.dtype) -> Try | None:
+    """`run`, which only moves elements, for tensors of `dtype`: given as one that backends carry. None: no such."""
+    carrier = carrier_of(dtype)
+    if carrier not in _CARRIED:
+        return None
+    if carrier is dtype:
+        return run
+
+    def viewed(x: torch.Tensor) -> torch.Tensor | None:
+        got = run(x.view(carrier))
+        return None if got is None else got.view(dtype)
+
+    return viewed
 
 
 def ready(x: torch.Tensor) -> bool:
@@ -153,6 +174,19 @@ def reduce_scatter(place: Place, shape: Sequence[int], native: Any, dtype: torch
     """A reduce-scatter along dim 0 of tensors of `dtype` with the group's own op `native`; the result has `shape`."""
     options, only = _options(dist.ReduceScatterOptions, native), frozenset({dtype})
     return _straight(place, "reduce_scatter", place.group._reduce_scatter_base, options, shape, only, general)
+
+
+def scatter_list(place: Place, native: Any) -> Callable[[list[torch.Tensor], torch.Tensor], bool]:
+    """A reduce-scatter of a list, perhaps of views, into a tensor; False where the general way is to be taken."""
+    call, options = place.group.reduce_scatter, _options(dist.ReduceScatterOptions, native)
+
+    def run(parts: list[torch.Tensor], out: torch.Tensor) -> bool:
+        if comm_sent.in_queue(out):
+            return False
+        _run(place, "reduce_scatter", out, out, options, call, [out], [parts])
+        return True
+
+    return run
 
 
 def reduce(place: Place, native: Any, dtype: torch.dtype, general: Bound) -> Bound:

@@ -248,8 +248,11 @@ class C10dCommunicator(Communicator):
 
     @property
     def _plain(self) -> bool:
-        """True where a collective of the group is one of this communicator, without a look at positions."""
-        return self._order is None and self.size > 1
+        """True where a collective of the group is one of this communicator, without a look at positions.
+
+        Not where torch compares the shapes that ranks give (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), and not only sizes.
+        """
+        return self._order is None and self.size > 1 and dist.get_debug_level() != dist.DebugLevel.DETAIL
 
     def _sums(self, op: str, dtype: torch.dtype) -> bool:
         """True where the group itself sums `dtype`, and that is what `op` asks for."""
@@ -288,6 +291,28 @@ class C10dCommunicator(Communicator):
     def bind_gather_into(self) -> Callable[[torch.Tensor, list[torch.Tensor]], bool] | None:
         """See `Communicator`."""
         return comm_bound.gather_into(self) if self._plain else None
+
+    def bind_scatter_list(
+        self, op: str, dtype: torch.dtype
+    ) -> Callable[[list[torch.Tensor], torch.Tensor], bool] | None:
+        """See `Communicator`: bound are sums, of what the group sums itself."""
+        if not self._plain or not self._sums(op, dtype):
+            return None
+        return comm_bound.scatter_list(self, dist.ReduceOp.SUM)
+
+    def pads_gather(self, sizes: Sequence[int], dtype: torch.dtype) -> bool | None:
+        """See `Communicator`."""
+        if not self._plain or not comm_bound.carried(dtype):
+            return None
+        return not padding_counts(
+            (self.size - 1) * max(sizes) * dtype.itemsize, (sum(sizes) - min(sizes)) * dtype.itemsize
+        )
+
+    def pads_scatter(self, sizes: Sequence[int], op: str, dtype: torch.dtype) -> bool | None:
+        """See `Communicator`."""
+        if not self._plain or not self._sums(op, dtype):
+            return None
+        return not padding_counts(self.size * max(sizes) * dtype.itemsize, sum(sizes) * dtype.itemsize)
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool

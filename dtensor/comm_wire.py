@@ -23,8 +23,8 @@ from dtensor.comm import Pending, Shape
 from dtensor.reductions import check_reduction
 
 __all__ = [
-    "OPS", "Reduction", "Step", "as_one", "carried", "eager", "flat_of", "items_of", "packed", "padded", "put",
-    "reduction", "shaped", "spaced", "unflat", "waited",
+    "OPS", "Reduction", "Step", "as_one", "carried", "carrier_of", "eager", "flat_of", "items_of", "packed", "padded",
+    "put", "reduction", "shaped", "spaced", "unflat", "waited",
 ]  # fmt: skip
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +51,11 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     """`x` itself, if it is the result of a collective that nobody has waited for yet."""
     wait: Callable[[], torch.Tensor] | None = getattr(x, "trigger_wait", None)
     return x if wait is None else wait()
+
+
+def carrier_of(dtype: torch.dtype) -> torch.dtype:
+    """What elements of `dtype` are carried as, one for one (`dtype` itself also for complex128, carried as pairs)."""
+    return _CARRIER.get(dtype, dtype)
 
 
 def carried(x: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,13 @@ from dtensor.comm_wire import packed
 from dtensor.reshard_geometry import Region, Runs, region_shape, region_size
 from dtensor.spec import contiguous_stride
 
-__all__ = ["Boxes", "Embed", "Join", "Take"]
+__all__ = ["Boxes", "Embed", "Join", "Take", "side_by_side"]
 
 _MANY = 8
 """From this many runs on, one indexed copy is cheaper than one copy a run."""
 
 
-def _side_by_side(regions: Sequence[Region], shape: Sequence[int]) -> int | None:
+def side_by_side(regions: Sequence[Region], shape: Sequence[int]) -> int | None:
     """The dim along which `regions` lie side by side, in order, and are all of `shape`; None where they do not."""
     if not shape:
         return None
@@ -112,7 +112,7 @@ class Take:
     __slots__ = ("_blocks", "_dim", "_each", "_even", "_in_order", "_shapes", "_sizes")
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
-        self._dim = _side_by_side(regions, shape)
+        self._dim = side_by_side(regions, shape)
         self._in_order = self._dim is not None and all(n == 1 for n in shape[: self._dim])
         self._sizes: list[int] = []
         self._each: list[_TakeOne] = []
@@ -198,7 +198,7 @@ class Join:
         self._shape = tuple(shape)
         filled = [i for i, region in enumerate(regions) if region_size(region)]
         self._order = sorted(filled, key=lambda i: regions[i])
-        self._dim = _side_by_side([regions[i] for i in self._order], shape) if filled else None
+        self._dim = side_by_side([regions[i] for i in self._order], shape) if filled else None
         self.single = filled[0] if len(filled) == 1 else None
         self.in_order = (
             self._dim is not None and self._order == sorted(self._order) and all(n == 1 for n in shape[: self._dim])

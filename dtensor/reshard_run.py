@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
-from dtensor.comm_bound import carried, ready
+from dtensor.comm_bound import Try, in_carrier, ready
 from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
@@ -31,9 +31,11 @@ from dtensor.reshard_even import Even, Local, even, joiner, one_part, stacker, t
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
 from dtensor.reshard_local import Boxes, Embed, Join, Take
 from dtensor.reshard_partner import partner
+from dtensor.reshard_pieces import SMALL
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_spread_run import bind_spread
 from dtensor.reshard_step import ReshardPlan, Step
+from dtensor.reshard_uneven import exchange_uneven, gather_uneven, scatter_uneven
 from dtensor.spec import Spec
 
 __all__ = [
@@ -268,14 +270,14 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     leaving = [common(have, want)[0] for want in wants]
     take = Take(leaving, region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
-    alike = len({*take.sizes}) == 1
-    parts = even(leaving, region_shape(have))
-    quick = None if parts is None else stacker(parts)
-    scatter = comm.bind_reduce_scatter(shape, op, step.wire or spec.dtype)
+    alike, dtype = len({*take.sizes}) == 1, step.wire or spec.dtype
+    quick = _scatter_known(comm, leaving, region_shape(have), shape, op, dtype)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
-        if quick is not None and not async_op and ready(x):
-            return scatter(quick(x))
+        if quick is not None and not async_op and x.dtype is dtype and ready(x):
+            done = quick(x)
+            if done is not None:
+                return done
         if not alike:
             return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
         pending = comm.reduce_scatter_flat(take.flat(x, async_op and gathering.now is None), op, async_op=async_op)
@@ -284,27 +286,39 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool)
     return _in_wire(run, step, shape)
 
 
+def _scatter_known(
+    comm: Communicator, leaving: Sequence[Region], have: tuple[int, ...], shape: tuple[int, ...], op: str,
+    dtype: torch.dtype,
+) -> Try | None:  # fmt: skip
+    parts = even(leaving, have)
+    if parts is None:
+        return scatter_uneven(comm, leaving, have, shape, op, dtype)
+    stack, scatter = stacker(parts), comm.bind_reduce_scatter(shape, op, dtype)
+    return lambda x: scatter(stack(x))
+
+
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
     """Parts that are boxes of the result, but do not follow each other in it, are gathered straight into it."""
-    comm = _comm(spec, step)
+    comm, dtype = _comm(spec, step), spec.dtype
     want = holdings(spec, step.dst, coord)
     parts = [holdings(spec, step.src, other) for other in members(spec, step.axes, coord)]
     regions = [common(part, want)[1] for part in parts]
     shapes, out_shape = [region_shape(part) for part in parts], region_shape(want)
     join, boxes = Join(regions, out_shape), Boxes(regions, out_shape)
     alike, whole = len({*shapes}) == 1, all(len(runs) < 2 for region in regions for runs in region)
-    straight = whole and join.single is None and not (alike and join.in_order)
-    same = even(regions, out_shape) if alike else None
+    straight = whole and join.single is None and not (alike and join.in_order) and math.prod(spec.shape) > SMALL
     if alike and not straight:
-        return _gather_alike(comm, join, same, out_shape)
-    fill = comm.bind_gather_into() if same is not None else None
-    side = same.levels[0].dim if same is not None and len(same.levels) == 1 else None
+        same = even(regions, out_shape)
+        known = _gather_known(comm, same, out_shape, dtype)
+        known = known or gather_uneven(comm, shapes, regions, out_shape, dtype, False)
+        return _gather_alike(comm, join, known, out_shape, dtype)
+    quick = gather_uneven(comm, shapes, regions, out_shape, dtype, straight)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if fill is not None and not async_op and ready(x):
-            whole = x.new_empty(out_shape)
-            if fill(x, boxes(whole) if side is None else list(whole.chunk(comm.size, side))):
-                return whole
+        if quick is not None and not async_op and x.dtype is dtype and ready(x):
+            done = quick(x)
+            if done is not None:
+                return done
         out = x.new_empty(out_shape) if straight else None
         into = None if out is None else boxes(out)
         finish: Callable[[list[torch.Tensor]], torch.Tensor] = join if out is None else lambda _: out
@@ -316,18 +330,28 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     return run
 
 
-def _gather_alike(comm: Communicator, join: Join, parts: Even | None, out_shape: tuple[int, ...]) -> Run:
-    """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
+def _gather_known(comm: Communicator, parts: Even | None, out_shape: tuple[int, ...], dtype: torch.dtype) -> Try | None:
+    """Parts of one shape, bound; None where they are not at even distances."""
     joined = None if parts is None else joiner(parts)
-    quick: Local | None = None
-    if parts is not None and joined is not None:
-        along = (comm.size * parts.part[0], *parts.part[1:])
-        gather, put = comm.bind_all_gather(along), joined[1]
-        quick = gather if joined[0] and along == out_shape else lambda x: put(gather(x))
+    if parts is None or joined is None:
+        return None
+    along = (comm.size * parts.part[0], *parts.part[1:])
+    gather, put = comm.bind_all_gather(along), joined[1]
+    if joined[0] and along == out_shape:
+        return in_carrier(gather, dtype)
+    return in_carrier(lambda x: put(gather(x)), dtype)
+
+
+def _gather_alike(
+    comm: Communicator, join: Join, quick: Try | None, out_shape: tuple[int, ...], dtype: torch.dtype
+) -> Run:
+    """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and ready(x):
-            return quick(x)
+        if quick is not None and not async_op and x.dtype is dtype and ready(x):
+            done = quick(x)
+            if done is not None:
+                return done
         if not async_op:
             return join.of_flat(comm.all_gather_flat(x).wait())
         pending = comm.all_gather_flat(_private(x, True), async_op=True)
@@ -365,28 +389,36 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
     if join.single is None and (take.in_order or join.in_order):
         quick = _exchange_even(comm, even(leaving, shape), even(into, out_shape))
-        return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape, quick)
+        quick = quick or exchange_uneven(comm, leaving, shape, into, out_shape, None)
+        known = None if quick is None else in_carrier(quick, spec.dtype)
+        return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape, known, spec.dtype)
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
-    return exchange_others(comm, take, me, into, out_shape, finish, partner(comm, leaving, shape, into, out_shape, me))
+    quick = partner(comm, leaving, shape, into, out_shape, me)
+    quick = quick or exchange_uneven(comm, leaving, shape, into, out_shape, me)
+    known = None if quick is None else in_carrier(quick, spec.dtype)
+    return exchange_others(comm, take, me, into, out_shape, finish, known, spec.dtype)
 
 
 def exchange_others(
     comm: Communicator, take: Take, me: int, into: Sequence[Region], out_shape: tuple[int, ...],
-    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor], quick: Local | None = None,
+    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor], quick: Try | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Run:  # fmt: skip
     """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both.
 
-    `quick` does all of it, if there is that, for what is ready for it.
+    `quick` does all of it, if there is that, for what is of `dtype` and ready for it.
     """
     shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and ready(x) and carried(x.dtype):
-            return quick(x)
+        if quick is not None and not async_op and x.dtype is dtype and ready(x):
+            done = quick(x)
+            if done is not None:
+                return done
         parts = take(_private(x, async_op), me)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
@@ -412,14 +444,16 @@ def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) 
 
 def _exchange_all(
     comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...],
-    quick: Local | None,
+    quick: Try | None, dtype: torch.dtype,
 ) -> Run:  # fmt: skip
-    """All parts go through the collective; by `quick`, if there is that, what is ready for it."""
+    """All parts go through the collective; by `quick`, if there is that, what is of `dtype` and ready for it."""
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and ready(x):
-            return quick(x)
+        if quick is not None and not async_op and x.dtype is dtype and ready(x):
+            done = quick(x)
+            if done is not None:
+                return done
         flat = take.flat(x, async_op and gathering.now is None)
         pending = comm.all_to_all_flat(flat, leave, arrive, async_op=async_op)
         if async_op:
