@@ -18,7 +18,7 @@ import torch
 from dtensor.reshard_geometry import Region, region_shape
 from dtensor.spec import contiguous_stride
 
-__all__ = ["Box", "Even", "Local", "box", "even", "joiner", "one_part", "stacker", "taker"]
+__all__ = ["Box", "Even", "Local", "as_it_lies", "box", "even", "joiner", "one_part", "stacker", "taker"]
 
 Shape = tuple[int, ...]
 Local = Callable[[torch.Tensor], torch.Tensor]
@@ -92,7 +92,7 @@ def taker(parts: Even) -> tuple[Shape, Local]:
     steps = tuple(level.step * stride[level.dim] for level in parts.levels) + stride
     first = sum(a * s for a, s in zip(parts.start, stride))
     stacked = (k, *parts.part)
-    if math.prod(size) == math.prod(parts.whole) and _same_order(size, steps):
+    if as_it_lies(parts):
         if parts.whole[0] % k == 0:
             return parts.whole, lambda x: x
         return stacked, lambda x: x.view(stacked)
@@ -102,6 +102,14 @@ def taker(parts: Even) -> tuple[Shape, Local]:
     if len(parts.levels) == 1:
         return stacked, lambda x: copy(x, size, steps, x.storage_offset() + first)
     return stacked, lambda x: copy(x, size, steps, x.storage_offset() + first).view(stacked)
+
+
+def as_it_lies(parts: Even) -> bool:
+    """True where the parts are all of the tensor, in order, so that it can be sent as it is."""
+    size = tuple(level.n for level in parts.levels) + parts.part
+    stride = contiguous_stride(parts.whole)
+    steps = tuple(level.step * stride[level.dim] for level in parts.levels) + stride
+    return math.prod(size) == math.prod(parts.whole) and _same_order(size, steps)
 
 
 def stacker(parts: Even) -> Local:

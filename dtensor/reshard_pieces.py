@@ -88,10 +88,10 @@ def _dim(pairs: list[tuple[int, int, int]], s: int, t: int) -> list[Piece]:
     return found
 
 
-def _plain(size: Sequence[int], of: Sequence[int], to: Sequence[int]) -> tuple[Shape, Shape, Shape]:
-    """The same elements with as few dims as can be, but one at least."""
+def _plain(given: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape, Shape]:
+    """Size and strides of the same elements with as few dims as can be, but one at least."""
     dims: list[tuple[int, int, int]] = []
-    for n, s, t in zip(size, of, to):
+    for n, s, t in given:
         if n == 1:
             continue
         if dims and dims[-1][1] == s * n and dims[-1][2] == t * n:
@@ -106,13 +106,13 @@ def _plain(size: Sequence[int], of: Sequence[int], to: Sequence[int]) -> tuple[S
 def _between(of: _Side, to: _Side) -> list[Piece]:
     """The copies that bring a region of one tensor to one of another."""
     strides = contiguous_stride(of.whole), contiguous_stride(to.whole)
-    dims = [_dim(_paired(a, b), s, t) for a, b, s, t in zip(of.region, to.region, *strides)]
-    if math.prod([len(d) for d in dims]) > _MOST:
+    by_dim = [_dim(_paired(a, b), s, t) for a, b, s, t in zip(of.region, to.region, *strides)]
+    if math.prod([len(d) for d in by_dim]) > _MOST:
         return []
     found = []
-    for parts in itertools.product(*dims):
-        size, read, written = (tuple(itertools.chain(*[p[i] for p in parts])) for i in (0, 1, 3))
-        size, read, written = _plain(size, read, written)
+    for parts in itertools.product(*by_dim):
+        dims = [d for p in parts for d in zip(p.size, p.of, p.to)]
+        size, read, written = _plain(dims)
         at, there = sum([p.at for p in parts]), sum([p.there for p in parts])
         found.append(Piece(size, read, of.start + at, written, to.start + there))
     return found
@@ -149,14 +149,9 @@ def _grouped(found: Sequence[Piece]) -> list[Piece]:
         runs = [points] if _levels(points) is not None else _runs(points)
         for some in runs:
             levels = _levels(some) or []
-            n, s, t = ([level[i] for level in levels] for i in range(3))
-            out.append(Piece(*_joined((*n, *size), (*s, *of), some[0][0], (*t, *to), some[0][1])))
+            n, read, written = _plain([*levels, *zip(size, of, to)])
+            out.append(Piece(n, read, some[0][0], written, some[0][1]))
     return out
-
-
-def _joined(size: Shape, of: Shape, at: int, to: Shape, there: int) -> tuple[Shape, Shape, int, Shape, int]:
-    size, of, to = _plain(size, of, to)
-    return size, of, at, to, there
 
 
 def _runs(points: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -27,7 +27,7 @@ from dtensor.placement import Partial, Placement
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
-from dtensor.reshard_even import Even, Local, even, joiner, one_part, stacker, taker
+from dtensor.reshard_even import Even, as_it_lies, box, even, joiner, one_part, stacker, taker
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
 from dtensor.reshard_local import Boxes, Embed, Join, Take
 from dtensor.reshard_partner import partner
@@ -36,7 +36,7 @@ from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_spread_run import bind_spread
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.reshard_uneven import exchange_uneven, gather_uneven, scatter_uneven
-from dtensor.spec import Spec
+from dtensor.spec import Spec, contiguous_stride
 
 __all__ = [
     "Move", "exchange_others", "known_move", "redistribute_local", "remember_move", "resolved", "run_reshard",
@@ -133,9 +133,7 @@ def _bind(plan: ReshardPlan) -> Run:
     if coord is None:
         return lambda x, _: x.new_zeros(dst_shape)  # nothing, or the 0 of a tensor of no dims
     steps = [
-        _BIND[step.kind](plan.src, step, coord, nxt is not None and nxt.is_collective)
-        for step, nxt in pairwise([*plan.steps, None])
-        if step is not None
+        _BIND[step.kind](plan.src, step, coord, nxt) for step, nxt in pairwise([*plan.steps, None]) if step is not None
     ]
     if not steps:
         return lambda x, _: x
@@ -163,40 +161,44 @@ def _bind(plan: ReshardPlan) -> Run:
     return run
 
 
-def _keep(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _keep(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     return lambda x, _: x
 
 
-def _empty(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _empty(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     shape = spec.with_placements(step.dst).local_shape
     return lambda x, _: x.new_empty(shape)
 
 
-def _scale(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _scale(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     factor = step.factor
     return lambda x, _: x * factor
 
 
-def _fill(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _fill(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     fill = torch.zeros_like if step.kind == "zero_fill" else torch.ones_like
     if all(coord[a] == 0 for a in step.axes):
         return lambda x, _: x
     return lambda x, _: fill(x, memory_format=torch.contiguous_format)
 
 
-def _embed(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _embed(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
     embed = Embed(common(have, want)[1], region_shape(want))
     return lambda x, _: embed(x)
 
 
-def _slice(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _slice(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
     region = common(have, want)[0]
-    take = Take([region], region_shape(have))
-    if inner or take.copies:
+    shape = region_shape(have)
+    take, quick = Take([region], shape), one_part(region, shape)
+    place = box(region, shape)
+    view = nxt is not None and nxt.is_collective
+    if nxt is not None and nxt.kind == "all_gather":  # which takes what is contiguous
+        view = place is None or place[1] == contiguous_stride(region_shape(region))
+    if view or take.copies:
         return lambda x, _: take(x)[0]
-    quick = one_part(region, region_shape(have))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         if quick is not None and ready(x):
@@ -249,7 +251,7 @@ def _in_wire(
     return reduce
 
 
-def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     comm, op = _comm(spec, step), _reduce_op(step)
     shape = region_shape(holdings(spec, step.dst, coord))
     gathered = op not in ("sum", "avg", "max", "min") or not (spec.dtype.is_floating_point or spec.dtype == torch.int64)
@@ -263,7 +265,7 @@ def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
     return _in_wire(run, step, shape)
 
 
-def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     comm, op = _comm(spec, step), _reduce_op(step)
     have = holdings(spec, step.src, coord)
     wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
@@ -291,13 +293,13 @@ def _scatter_known(
     dtype: torch.dtype,
 ) -> Try | None:  # fmt: skip
     parts = even(leaving, have)
-    if parts is None:
+    if parts is None or (math.prod(have) <= SMALL and not as_it_lies(parts)):
         return scatter_uneven(comm, leaving, have, shape, op, dtype)
     stack, scatter = stacker(parts), comm.bind_reduce_scatter(shape, op, dtype)
     return lambda x: scatter(stack(x))
 
 
-def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     """Parts that are boxes of the result, but do not follow each other in it, are gathered straight into it."""
     comm, dtype = _comm(spec, step), spec.dtype
     want = holdings(spec, step.dst, coord)
@@ -333,7 +335,7 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> 
 def _gather_known(comm: Communicator, parts: Even | None, out_shape: tuple[int, ...], dtype: torch.dtype) -> Try | None:
     """Parts of one shape, bound; None where they are not at even distances."""
     joined = None if parts is None else joiner(parts)
-    if parts is None or joined is None:
+    if parts is None or joined is None or (math.prod(out_shape) <= SMALL and not joined[0]):
         return None
     along = (comm.size * parts.part[0], *parts.part[1:])
     gather, put = comm.bind_all_gather(along), joined[1]
@@ -382,13 +384,14 @@ def _sides(
     return group, leaving, into, region_shape(have), region_shape(want)
 
 
-def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     """My own part goes through the collective where that saves a copy: of what is sent, or of what has come."""
     comm = _comm(spec, step)
     group, leaving, into, shape, out_shape = _sides(spec, step, coord)
     take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
     if join.single is None and (take.in_order or join.in_order):
-        quick = _exchange_even(comm, even(leaving, shape), even(into, out_shape))
+        small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
+        quick = None if small else _exchange_even(comm, even(leaving, shape), even(into, out_shape))
         quick = quick or exchange_uneven(comm, leaving, shape, into, out_shape, None)
         known = None if quick is None else in_carrier(quick, spec.dtype)
         return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape, known, spec.dtype)
@@ -431,7 +434,7 @@ def exchange_others(
     return run
 
 
-def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) -> Local | None:
+def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) -> Try | None:
     """All parts, of one shape, through one all-to-all, with nothing left to decide; None where they are not even."""
     joined = None if into is None else joiner(into)
     if leaving is None or into is None or joined is None:
@@ -463,7 +466,7 @@ def _exchange_all(
     return run
 
 
-def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     """Positions that agree on the pending axes hold disjoint shards of one part; the parts are reduced here."""
     op = _reduce_op(step)
     pending = [a for a in step.axes if isinstance(step.src[a], Partial) and step.src[a] is not step.dst[a]]
@@ -491,11 +494,11 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bo
     return lambda x, async_op: run(x.to(wire), False).to(x.dtype)
 
 
-def _spread_reduce(spec: Spec, step: Step, coord: tuple[int, ...], inner: bool) -> Run:
+def _spread_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     return bind_spread(spec, step, coord, _comm(spec, step))
 
 
-_BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], bool], Run]] = {
+_BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], Step | None], Run]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

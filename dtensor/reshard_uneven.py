@@ -173,8 +173,9 @@ def _gather_into(
 
         return first
     views = _views(into, out_shape)
-    short = [(i, s, contiguous_stride(s)) for i, s in enumerate(shapes) if s != full and math.prod(s)]
-    empty = [i for i, s in enumerate(shapes) if not math.prod(s)]
+    sizes = [*map(math.prod, shapes)]
+    short = [(i, s, contiguous_stride(s)) for i, s in enumerate(shapes) if s != full and sizes[i]]
+    empty = [i for i, n in enumerate(sizes) if not n]
 
     def run(x: torch.Tensor) -> torch.Tensor | None:
         out = x.new_empty(out_shape)
