@@ -31,6 +31,7 @@ __all__ = [
     "gather",
     "gather_into",
     "in_carrier",
+    "later",
     "ready",
     "reduce",
     "reduce_scatter",
@@ -45,6 +46,24 @@ _CARRIED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def later(make: Callable[[], Try | None]) -> list[Try]:
+    """One entry, to be called: None at its first call, so that one alone costs no binding; then what `make` binds."""
+
+    def first(x: torch.Tensor) -> None:
+        cell[0] = second
+
+    def second(x: torch.Tensor) -> torch.Tensor | None:
+        cell[0] = make() or _never
+        return cell[0](x)
+
+    cell: list[Try] = [first]
+    return cell
+
+
+def _never(x: torch.Tensor) -> None:
+    return None
 
 
 def in_carrier(run: Try, dtype: torch.dtype) -> Try | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
-from dtensor.comm_bound import Try, in_carrier, ready
+from dtensor.comm_bound import Try, in_carrier, later, ready
 from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
@@ -273,11 +273,11 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
     take = Take(leaving, region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
     alike, dtype = len({*take.sizes}) == 1, step.wire or spec.dtype
-    quick = _scatter_known(comm, leaving, region_shape(have), shape, op, dtype)
+    quick = later(lambda: _scatter_known(comm, leaving, region_shape(have), shape, op, dtype))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
-        if quick is not None and not async_op and x.dtype is dtype and ready(x):
-            done = quick(x)
+        if not async_op and x.dtype is dtype and ready(x):
+            done = quick[0](x)
             if done is not None:
                 return done
         if not alike:
@@ -310,15 +310,12 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     alike, whole = len({*shapes}) == 1, all(len(runs) < 2 for region in regions for runs in region)
     straight = whole and join.single is None and not (alike and join.in_order) and math.prod(spec.shape) > SMALL
     if alike and not straight:
-        same = even(regions, out_shape)
-        known = _gather_known(comm, same, out_shape, dtype)
-        known = known or gather_uneven(comm, shapes, regions, out_shape, dtype, False)
-        return _gather_alike(comm, join, known, out_shape, dtype)
-    quick = gather_uneven(comm, shapes, regions, out_shape, dtype, straight)
+        return _gather_alike(comm, join, shapes, regions, out_shape, dtype)
+    quick = later(lambda: gather_uneven(comm, shapes, regions, out_shape, dtype, straight))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and x.dtype is dtype and ready(x):
-            done = quick(x)
+        if not async_op and x.dtype is dtype and ready(x):
+            done = quick[0](x)
             if done is not None:
                 return done
         out = x.new_empty(out_shape) if straight else None
@@ -345,13 +342,20 @@ def _gather_known(comm: Communicator, parts: Even | None, out_shape: tuple[int, 
 
 
 def _gather_alike(
-    comm: Communicator, join: Join, quick: Try | None, out_shape: tuple[int, ...], dtype: torch.dtype
-) -> Run:
+    comm: Communicator, join: Join, shapes: Sequence[tuple[int, ...]], regions: Sequence[Region],
+    out_shape: tuple[int, ...], dtype: torch.dtype,
+) -> Run:  # fmt: skip
     """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
 
+    def make() -> Try | None:
+        known = _gather_known(comm, even(regions, out_shape), out_shape, dtype)
+        return known or gather_uneven(comm, shapes, regions, out_shape, dtype, False)
+
+    quick = later(make)
+
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and x.dtype is dtype and ready(x):
-            done = quick(x)
+        if not async_op and x.dtype is dtype and ready(x):
+            done = quick[0](x)
             if done is not None:
                 return done
         if not async_op:
@@ -390,36 +394,50 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     group, leaving, into, shape, out_shape = _sides(spec, step, coord)
     take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
     if join.single is None and (take.in_order or join.in_order):
-        small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
-        quick = None if small else _exchange_even(comm, even(leaving, shape), even(into, out_shape))
-        quick = quick or exchange_uneven(comm, leaving, shape, into, out_shape, None)
-        known = None if quick is None else in_carrier(quick, spec.dtype)
-        return _exchange_all(comm, take, join, [region_shape(part) for part in into], out_shape, known, spec.dtype)
+
+        def whole() -> Try | None:
+            small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
+            known = None if small else _exchange_even(comm, even(leaving, shape), even(into, out_shape))
+            return known or exchange_uneven(comm, leaving, shape, into, out_shape, None)
+
+        shapes = [region_shape(part) for part in into]
+        return _exchange_all(comm, take, join, shapes, out_shape, _moving(whole, spec.dtype), spec.dtype)
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
-    quick = partner(comm, leaving, shape, into, out_shape, me)
-    quick = quick or exchange_uneven(comm, leaving, shape, into, out_shape, me)
-    known = None if quick is None else in_carrier(quick, spec.dtype)
-    return exchange_others(comm, take, me, into, out_shape, finish, known, spec.dtype)
+    def others() -> Try | None:
+        known = partner(comm, leaving, shape, into, out_shape, me)
+        return known or exchange_uneven(comm, leaving, shape, into, out_shape, me)
+
+    return exchange_others(comm, take, me, into, out_shape, finish, _moving(others, spec.dtype), spec.dtype)
+
+
+def _moving(make: Callable[[], Try | None], dtype: torch.dtype) -> list[Try]:
+    """What `make` binds, which only moves elements, for tensors of `dtype`, from the second call on."""
+
+    def carried() -> Try | None:
+        made = make()
+        return None if made is None else in_carrier(made, dtype)
+
+    return later(carried)
 
 
 def exchange_others(
     comm: Communicator, take: Take, me: int, into: Sequence[Region], out_shape: tuple[int, ...],
-    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor], quick: Try | None = None,
+    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor], quick: Sequence[Try] = (),
     dtype: torch.dtype | None = None,
 ) -> Run:  # fmt: skip
     """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both.
 
-    `quick` does all of it, if there is that, for what is of `dtype` and ready for it.
+    `quick`, if there is that, does all of it for what is of `dtype` and ready for it.
     """
     shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and x.dtype is dtype and ready(x):
-            done = quick(x)
+        if not async_op and x.dtype is dtype and ready(x):
+            done = quick[0](x)
             if done is not None:
                 return done
         parts = take(_private(x, async_op), me)
@@ -447,14 +465,14 @@ def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) 
 
 def _exchange_all(
     comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...],
-    quick: Try | None, dtype: torch.dtype,
+    quick: Sequence[Try], dtype: torch.dtype,
 ) -> Run:  # fmt: skip
-    """All parts go through the collective; by `quick`, if there is that, what is of `dtype` and ready for it."""
+    """All parts go through the collective; by `quick`, once it is bound, what is of `dtype` and ready for it."""
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if quick is not None and not async_op and x.dtype is dtype and ready(x):
-            done = quick(x)
+        if not async_op and x.dtype is dtype and ready(x):
+            done = quick[0](x)
             if done is not None:
                 return done
         flat = take.flat(x, async_op and gathering.now is None)
