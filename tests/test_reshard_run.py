@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dtensor
-from dtensor import DTensor, distribute_tensor
+from dtensor import DTensor, comm_sent, distribute_tensor
 from dtensor.comm import observers
+from dtensor.comm_wire import eager
 from dtensor.cost import CostModel, use_cost_model
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.errors import LayoutError
@@ -269,12 +271,62 @@ def bound_on_gloo(rank: int, world: int) -> None:
             want = shard_of(full, dst, mesh.shape, mesh.coord or ())
             gapped = x.transpose(0, -1).contiguous().transpose(0, -1)
             leaf = x.clone().requires_grad_(dtype.is_floating_point)
-            for name, given in (("alike", x), ("gaps", gapped if rank % 2 else x), ("leaf", leaf if rank < 2 else x)):
+            uses = ("first", x), ("alike", x), ("gaps", gapped if rank % 2 else x), ("leaf", leaf if rank < 2 else x)
+            for name, given in uses:
                 with torch.no_grad():
                     before, y = given.clone(), redistribute_local(given, spec, target)
                 new = y is given or (y.is_contiguous() and not (y.numel() and y.data_ptr() == given.data_ptr()))
                 if not (torch.equal(y, want) and torch.equal(given, before) and (new or spec is target)):
                     bad.append(f"{name}: {src} -> {dst} of {full_shape} {dtype}")
+    assert not bad, bad[:5]
+
+
+def uneven_on_gloo(rank: int, world: int) -> None:
+    """Shards of unlike sizes, drawn alike on all ranks, some on a device with queues: new, contiguous, right memory.
+
+    Used again with other numbers, so that a buffer that is used twice would show in the first result.
+    """
+    draw, bad, kinds = random.Random(5), [], (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int16)
+    meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
+    for i in range(110):
+        mesh, ndim, dtype = draw.choice(meshes), draw.choice((1, 2, 2, 3)), draw.choice((kinds[0], *kinds))
+        sizes = (5, 31, 67) if i % 5 == 0 else (1, 2, 3, 5, 7, 9, 0)  # the largest of them are not small
+        full = numbers([draw.choice(sizes) for _ in range(ndim)], dtype)
+        settled: list[Placement] = [
+            R,
+            *[Shard(draw.randrange(ndim)) for _ in range(3)],
+            StridedShard(0, split_factor=2),
+        ]
+        pending = [P] if dtype in kinds[:2] else []
+        src = tuple(draw.choice([*settled, *pending]) for _ in mesh.shape)
+        dst = tuple(draw.choice(settled) for _ in mesh.shape)
+        given = [local_of(x, src, mesh.shape, mesh.coord or ()) for x in (full, full.flip(0))]
+        want = [shard_of(x, dst, mesh.shape, mesh.coord or ()) for x in (full, full.flip(0))]
+        spec, target = spec_of(mesh, src, full), spec_of(mesh, dst, full)
+        how = draw.random()
+        if how < 0.3 and rank % 2:
+            given[1] = given[1].transpose(0, -1).contiguous().transpose(0, -1)
+        elif how > 0.7 and rank < 2:
+            given[1] = torch.cat([given[1].new_zeros(3), given[1].flatten()])[3:].view(given[1].shape)
+        before, queue = [x.clone() for x in given], comm_sent.in_queue
+        comm_sent.in_queue = eager if i % 4 == 0 else queue
+        try:
+            with torch.inference_mode() if i % 3 == 0 else contextlib.nullcontext():
+                got = [redistribute_local(given[j], spec, target) for j in (0, 0, 1, 0, 1)]
+        finally:
+            comm_sent.in_queue = queue
+        held = [y.untyped_storage().data_ptr() for y in (*got, *given) if y.numel()]
+        for y, j in zip(got, (0, 0, 1, 0, 1)):
+            right = (
+                y.shape == want[j].shape
+                and y.dtype is dtype
+                and torch.equal(y, want[j])
+                and torch.equal(given[j], before[j])
+            )
+            alone = y is given[j] or (y.is_contiguous() and len({*held}) == len(held))
+            exact = y is given[j] or y.untyped_storage().nbytes() <= 1.06 * y.nbytes + 400
+            if not right or not (src == dst or not want[j].numel() or (alone and exact)):
+                bad.append(f"{src} -> {dst} of {tuple(full.shape)} {dtype}: {right} {alone} {exact}")
     assert not bad, bad[:5]
 
 
@@ -408,7 +460,9 @@ def memory_on_gloo(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_on_gloo_processes() -> None:
     run_ranks(
-        4, [on_gloo, bound_on_gloo, memory_on_gloo, overlapping_on_gloo, written_meanwhile_on_gloo], timeout=300
+        4,
+        [on_gloo, bound_on_gloo, uneven_on_gloo, memory_on_gloo, overlapping_on_gloo, written_meanwhile_on_gloo],
+        timeout=300,
     ).check()
 
 
