@@ -25,11 +25,12 @@ __all__ = ["partner"]
 
 def partner(
     comm: Communicator, leaving: Sequence[Region], shape: tuple[int, ...], into: Sequence[Region],
-    out_shape: tuple[int, ...], me: int,
+    out_shape: tuple[int, ...], me: int, small: bool,
 ) -> Local | None:  # fmt: skip
     """The whole step, for a contiguous tensor of `shape`, as new memory; None where it is of another kind.
 
-    `leaving[i]` of the tensor goes to position i, `into[i]` of the result comes from there; `me` keeps its own.
+    `leaving[i]` of the tensor goes to position i, `into[i]` of the result comes from there; `me` keeps its own. Where
+    that lies beside what arrives, and tensors are `small`, `dtensor.reshard_uneven` needs fewer calls.
     """
     leave = [0 if i == me else region_size(part) for i, part in enumerate(leaving)]
     arrive = [0 if i == me else region_size(part) for i, part in enumerate(into)]
@@ -62,7 +63,7 @@ def partner(
             return out
 
         return change
-    if source is None or target is None or arriving is None:
+    if source is None or target is None or arriving is None or small:
         return None
     return _beside(move, take, source, target, arriving, out_shape)
 

@@ -218,8 +218,8 @@ def in_order(found: Sequence[Piece]) -> int | None:
     return first if same else None
 
 
-def maker(found: Sequence[Piece], numel: int, shape: Shape, gaps: Sequence[tuple[int, int]] = ()) -> Local:
-    """From a contiguous tensor of `numel` elements a new one of `shape`, contiguous, that the copies fill.
+def maker(found: Sequence[Piece], shape: Shape, gaps: Sequence[tuple[int, int]] = ()) -> Local:
+    """From a contiguous tensor a new one of `shape`, contiguous, that the copies fill.
 
     `gaps`, start and length, are not filled and of no use, but are sent: they have the value of some element, or 0.
     """
@@ -239,10 +239,10 @@ def maker(found: Sequence[Piece], numel: int, shape: Shape, gaps: Sequence[tuple
             out.as_strided((n,), (1,), start).zero_()
         return out
 
-    return run if total > SMALL else _picker(found, numel, shape, run)
+    return run if total > SMALL else _picker(found, shape, run)
 
 
-def _picker(found: Sequence[Piece], numel: int, shape: Shape, elsewhere: Local) -> Local:
+def _picker(found: Sequence[Piece], shape: Shape, elsewhere: Local) -> Local:
     """One copy by an index, which is made when first used; `elsewhere` than on the CPU others are better."""
     index: torch.Tensor | None = None
     few = math.prod(shape) <= _FEW
@@ -251,7 +251,11 @@ def _picker(found: Sequence[Piece], numel: int, shape: Shape, elsewhere: Local) 
     def made() -> torch.Tensor:
         with torch.inference_mode(False):
             places = torch.zeros(shape if few else math.prod(shape), dtype=torch.int64, device="cpu")
-            copier(known)(torch.arange(numel, device="cpu"), places)
+            for size, of, at, to, there in known:
+                place = torch.full((), at, device="cpu")
+                for n, s in zip(size, of):
+                    place = place.unsqueeze(-1) + torch.arange(n, device="cpu") * s
+                places.as_strided(size, to, there).copy_(place)
         return places
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -287,7 +291,7 @@ def packer(regions: Sequence[Region], whole: Shape) -> Local | None:
         return None
     start = in_order(found)
     if start is None:
-        return maker(found, numel, (total,))
+        return maker(found, (total,))
     if total == numel:
         return lambda x: x.view(-1)
     return lambda x: x.as_strided((total,), (1,), x.storage_offset() + start)

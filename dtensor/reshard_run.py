@@ -393,10 +393,10 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     comm = _comm(spec, step)
     group, leaving, into, shape, out_shape = _sides(spec, step, coord)
     take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
+    small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
     if join.single is None and (take.in_order or join.in_order):
 
         def whole() -> Try | None:
-            small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
             known = None if small else _exchange_even(comm, even(leaving, shape), even(into, out_shape))
             return known or exchange_uneven(comm, leaving, shape, into, out_shape, None)
 
@@ -408,7 +408,7 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
     def others() -> Try | None:
-        known = partner(comm, leaving, shape, into, out_shape, me)
+        known = partner(comm, leaving, shape, into, out_shape, me, small)
         return known or exchange_uneven(comm, leaving, shape, into, out_shape, me)
 
     return exchange_others(comm, take, me, into, out_shape, finish, _moving(others, spec.dtype), spec.dtype)

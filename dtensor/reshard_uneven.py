@@ -86,7 +86,7 @@ def _exchange(
             return out
 
         return beside
-    put = maker(landing, total, out_shape)
+    put = maker(landing, out_shape)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         got = x.new_empty(total)
@@ -114,7 +114,7 @@ def gather_uneven(
     own = sizes[comm.rank]
     if not pads:
         every = Piece((comm.size, own), (0, 1), 0, (own, 1), 0)
-        pack = maker([every], own, (comm.size * own,)) if own else lambda x: x.new_empty(0)
+        pack = maker([every], (comm.size * own,)) if own else lambda x: x.new_empty(0)
         run = _exchange(comm, pack, [own] * comm.size, into, out_shape, [])
         return None if run is None else in_carrier(run, dtype)
     full = max(shapes, key=math.prod)
@@ -137,7 +137,7 @@ def _filled(shape: Shape, full: Shape) -> Local | None:
         return lambda x: x.new_zeros(full)
     if numel == most:
         return lambda x: x.view(full)
-    return maker([Piece((numel,), (1,), 0, (1,), 0)], numel, full, [(numel, most - numel)])
+    return maker([Piece((numel,), (1,), 0, (1,), 0)], full, [(numel, most - numel)])
 
 
 def _gather(
@@ -149,7 +149,7 @@ def _gather(
     gather = comm.bind_all_gather((comm.size * full[0], *full[1:]))
     if found is None:
         return lambda x: gather(x if fill is None else fill(x)).resize_(out_shape)
-    put = maker(found, comm.size * math.prod(full), out_shape)
+    put = maker(found, out_shape)
     return lambda x: put(gather(x if fill is None else fill(x)))
 
 
@@ -221,7 +221,7 @@ def scatter_uneven(
         return None
     gaps = [(i * most + n, most - n) for i, n in enumerate(sizes) if n < most]
     put, scatter = (
-        maker(found, math.prod(shape), (comm.size * most,), gaps),
+        maker(found, (comm.size * most,), gaps),
         comm.bind_reduce_scatter((most,), op, dtype),
     )
     return lambda x: scatter(put(x)).resize_(out_shape)

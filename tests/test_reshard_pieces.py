@@ -63,7 +63,7 @@ def test_parts_are_taken_and_put_back(monkeypatch: pytest.MonkeyPatch, small: in
                 assert landing == []
                 continue
             assert landing is not None
-            back = maker(landing, x.numel(), shape)
+            back = maker(landing, shape)
             for flat in (want, want + 1):
                 assert torch.equal(back(flat), x + (flat[0] - want[0])), (shape, regions)
             assert back(want).is_contiguous()
@@ -127,5 +127,5 @@ def test_gaps_are_no_leftovers() -> None:
     found = lies([(((0, 3),),), (((3, 2),),)], (5,), [0, 3], False)
     assert found is not None
     for total in (6, reshard_pieces.SMALL + 6):
-        made = maker(found, 5, (total,), [(5, total - 5)])(torch.arange(5.0))
+        made = maker(found, (total,), [(5, total - 5)])(torch.arange(5.0))
         assert made[:5].tolist() == [0, 1, 2, 3, 4] and not made[5:].any()
