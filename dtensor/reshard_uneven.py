@@ -21,6 +21,7 @@ import torch
 
 from dtensor.comm import Communicator, padding_counts
 from dtensor.comm_bound import Try, in_carrier
+from dtensor.comm_sent import in_queue
 from dtensor.comm_wire import carrier_of
 from dtensor.reshard_geometry import Region, region_shape, region_size
 from dtensor.reshard_local import Boxes, side_by_side
@@ -166,6 +167,8 @@ def _gather_into(
         stacked = comm.size, *full
 
         def first(x: torch.Tensor) -> torch.Tensor | None:
+            if not x.is_cpu and in_queue(x):
+                return None
             buffer = x.new_empty(stacked)
             if not gather(x if fill is None else fill(x), [*buffer.unbind()]):
                 return None
@@ -178,6 +181,8 @@ def _gather_into(
     empty = [i for i, n in enumerate(sizes) if not n]
 
     def run(x: torch.Tensor) -> torch.Tensor | None:
+        if not x.is_cpu and in_queue(x):
+            return None
         out = x.new_empty(out_shape)
         parts = views(out)
         targets = parts.copy()
@@ -236,6 +241,8 @@ def _scatter_list(
     scatter, views = bound, _views(leaving, shape)
 
     def run(x: torch.Tensor) -> torch.Tensor | None:
+        if not x.is_cpu and in_queue(x):
+            return None
         out = x.new_empty(out_shape)
         return out if scatter(views(x), out) else None
 
