@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
-from dtensor.comm_bound import Try, in_carrier, later, ready
+from dtensor.comm_bound import Try, later, ready
 from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
@@ -27,15 +27,15 @@ from dtensor.placement import Partial, Placement
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
-from dtensor.reshard_even import Even, as_it_lies, box, even, joiner, one_part, stacker, taker
+from dtensor.reshard_even import box, one_part
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
+from dtensor.reshard_known import exchange_known, gather_known, scatter_known
 from dtensor.reshard_local import Boxes, Embed, Join, Take
-from dtensor.reshard_partner import partner
 from dtensor.reshard_pieces import SMALL
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_spread_run import bind_spread
 from dtensor.reshard_step import ReshardPlan, Step
-from dtensor.reshard_uneven import exchange_uneven, gather_uneven, scatter_uneven
+from dtensor.reshard_uneven import gather_uneven
 from dtensor.spec import Spec, contiguous_stride
 
 __all__ = [
@@ -273,7 +273,7 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
     take = Take(leaving, region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
     alike, dtype = len({*take.sizes}) == 1, step.wire or spec.dtype
-    quick = later(lambda: _scatter_known(comm, leaving, region_shape(have), shape, op, dtype))
+    quick = later(lambda: scatter_known(comm, leaving, region_shape(have), shape, op, dtype))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
         if not async_op and x.dtype is dtype and ready(x):
@@ -286,17 +286,6 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
         return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
 
     return _in_wire(run, step, shape)
-
-
-def _scatter_known(
-    comm: Communicator, leaving: Sequence[Region], have: tuple[int, ...], shape: tuple[int, ...], op: str,
-    dtype: torch.dtype,
-) -> Try | None:  # fmt: skip
-    parts = even(leaving, have)
-    if parts is None or (math.prod(have) <= SMALL and not as_it_lies(parts)):
-        return scatter_uneven(comm, leaving, have, shape, op, dtype)
-    stack, scatter = stacker(parts), comm.bind_reduce_scatter(shape, op, dtype)
-    return lambda x: scatter(stack(x))
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
@@ -329,29 +318,12 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     return run
 
 
-def _gather_known(comm: Communicator, parts: Even | None, out_shape: tuple[int, ...], dtype: torch.dtype) -> Try | None:
-    """Parts of one shape, bound; None where they are not at even distances."""
-    joined = None if parts is None else joiner(parts)
-    if parts is None or joined is None or (math.prod(out_shape) <= SMALL and not joined[0]):
-        return None
-    along = (comm.size * parts.part[0], *parts.part[1:])
-    gather, put = comm.bind_all_gather(along), joined[1]
-    if joined[0] and along == out_shape:
-        return in_carrier(gather, dtype)
-    return in_carrier(lambda x: put(gather(x)), dtype)
-
-
 def _gather_alike(
     comm: Communicator, join: Join, shapes: Sequence[tuple[int, ...]], regions: Sequence[Region],
     out_shape: tuple[int, ...], dtype: torch.dtype,
 ) -> Run:  # fmt: skip
     """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
-
-    def make() -> Try | None:
-        known = _gather_known(comm, even(regions, out_shape), out_shape, dtype)
-        return known or gather_uneven(comm, shapes, regions, out_shape, dtype, False)
-
-    quick = later(make)
+    quick = later(lambda: gather_known(comm, shapes, regions, out_shape, dtype))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         if not async_op and x.dtype is dtype and ready(x):
@@ -393,35 +365,16 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     comm = _comm(spec, step)
     group, leaving, into, shape, out_shape = _sides(spec, step, coord)
     take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
-    small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
-    if join.single is None and (take.in_order or join.in_order):
-
-        def whole() -> Try | None:
-            known = None if small else _exchange_even(comm, even(leaving, shape), even(into, out_shape))
-            return known or exchange_uneven(comm, leaving, shape, into, out_shape, None)
-
-        shapes = [region_shape(part) for part in into]
-        return _exchange_all(comm, take, join, shapes, out_shape, _moving(whole, spec.dtype), spec.dtype)
+    all_of_it = join.single is None and (take.in_order or join.in_order)
+    quick = later(lambda: exchange_known(comm, leaving, shape, into, out_shape, None if all_of_it else me, spec.dtype))
+    if all_of_it:
+        return _exchange_all(comm, take, join, [*map(region_shape, into)], out_shape, quick, spec.dtype)
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
-    def others() -> Try | None:
-        known = partner(comm, leaving, shape, into, out_shape, me, small)
-        return known or exchange_uneven(comm, leaving, shape, into, out_shape, me)
-
-    return exchange_others(comm, take, me, into, out_shape, finish, _moving(others, spec.dtype), spec.dtype)
-
-
-def _moving(make: Callable[[], Try | None], dtype: torch.dtype) -> list[Try]:
-    """What `make` binds, which only moves elements, for tensors of `dtype`, from the second call on."""
-
-    def carried() -> Try | None:
-        made = make()
-        return None if made is None else in_carrier(made, dtype)
-
-    return later(carried)
+    return exchange_others(comm, take, me, into, out_shape, finish, quick, spec.dtype)
 
 
 def exchange_others(
@@ -450,17 +403,6 @@ def exchange_others(
         return finish(got, mine)
 
     return run
-
-
-def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) -> Try | None:
-    """All parts, of one shape, through one all-to-all, with nothing left to decide; None where they are not even."""
-    joined = None if into is None else joiner(into)
-    if leaving is None or into is None or joined is None:
-        return None
-    (in_order, put), (stacked, take), exchange = joined, taker(leaving), comm.bind_all_to_all()
-    if in_order and stacked == into.whole:
-        return lambda x: exchange(take(x))
-    return lambda x: put(exchange(take(x)))
 
 
 def _exchange_all(
