@@ -9,6 +9,7 @@ ordinary code on DTensors, with its gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from dtensor import dispatch as hot
 from dtensor.dispatch_call import flat, is_dtensor
+from dtensor.placement import Replicate
 
 __all__ = ["instead_of"]
 
@@ -23,7 +25,10 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def instead_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run a function in place of the op `name`, as `aten::vander`, on calls that have a DTensor among the arguments."""
+    """Run a function in place of the op `name`, as `aten::vander`, on calls that have a DTensor among the arguments.
+
+    Where it returns NotImplemented the op runs after all.
+    """
 
     def register(f: Callable[..., Any]) -> Callable[..., Any]:
         space, _, rest = name.partition("::")
@@ -32,7 +37,9 @@ def instead_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if any(map(is_dtensor, flat(args, kwargs))):
-                return f(*args, **kwargs)
+                out = f(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
             return op.redispatch(keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), *args, **kwargs)
 
         library = _libraries.setdefault(space, torch.library.Library(space, "IMPL"))
@@ -58,6 +65,17 @@ def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> 
         dtype = torch.promote_types(x.dtype, torch.int64)
         powers = torch.ones_like(x, dtype=dtype).unsqueeze(-1)[:, :count]
     return powers if increasing else powers.flip(-1)
+
+
+@instead_of("aten::dist")
+def _dist(x: torch.Tensor, y: torch.Tensor, p: float = 2) -> Any:
+    """The largest difference: its gradient finds where that is by comparing, so the difference is made only once."""
+    if p != math.inf:
+        return NotImplemented
+    d: Any = x - y
+    if d._spec.has_partial():
+        d = d.redistribute(placements=[Replicate() if q.is_partial() else q for q in d.placements])
+    return torch.linalg.vector_norm(d, p)
 
 
 @instead_of("aten::pad_sequence")

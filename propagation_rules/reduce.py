@@ -193,7 +193,7 @@ def _order(call: Call) -> float:
 def _pending_norm(p: float) -> str | None:
     """The reduction of a norm of finite order; None for orders that no placement stands for."""
     name = f"norm{p:g}"
-    return name if p > 0 and "e" not in name and float(name[4:]) == p else None
+    return name if 0 < p < math.inf and "e" not in name and float(name[4:]) == p else None
 
 
 def _empty_norm(call: Call, value: float) -> Bind:
@@ -209,7 +209,7 @@ def _empty_norm(call: Call, value: float) -> Bind:
 
 
 def dist(call: Call) -> Rule:
-    """The norm of a difference: all dims reduced, after broadcasting."""
+    """The norm of a difference: all dims reduced, after broadcasting. Infinity is `dtensor.composites`'."""
     p = _order(call)
     rule = broadcast_rule(call)
     every = range(len(rule.sizes))

@@ -85,6 +85,8 @@ REDUCTIONS = [
     *(Sample(f"vector_norm {p} few rows", _norm(p), (FEW,), rtol=1e-2, grads=False) for p in (2, INF, -INF, 0)),
     Sample("norm of norms", lambda x: torch.stack([x.norm(), (x * 2).norm()]).norm(), (X,)),
     Sample("dist", torch.dist, (X, rand(6, seed=2))),
+    Sample("dist inf", lambda x, y: torch.dist(x, y, INF), (X, rand(6, seed=2))),
+    Sample("dist 0", lambda x, y: torch.dist(x, y, 0), (X, rand(6, seed=2)), grads=False),
     Sample("histc", lambda x: (x.histc(4, -2, 2), x.histc(4)), (X,), grads=False),
 ]
 
