@@ -1,8 +1,8 @@
 """Tensors made after another one.
 
 `zeros_like` and `new_zeros` take the layout of their model when they have its shape, else they are replicated;
-where the model is pending they are replicated, since a constant is nobody's share. Nothing is moved: the model's
-values are not read.
+where the model is pending they are replicated, since a constant is nobody's share. What is left uninitialised keeps
+a pending layout too. Nothing is moved: the model's values are not read.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ def like(call: Call) -> Rule:
     model = call.inputs[0]
     labels = every_dim(model.ndim)
     return _unread(call, labelled(call, [labels], [labels]), {p for p in model.placements if isinstance(p, Partial)})
+
+
+def uninitialised_like(call: Call) -> Rule:
+    """The model's layout whatever it is: there are no values that a pending one could falsify."""
+    labels = every_dim(call.inputs[0].ndim)
+    return labelled(call, [labels], [labels], linear=(passes(0),))
 
 
 def new(call: Call) -> Rule:
@@ -78,7 +84,8 @@ def _dense_stride(spec: Spec) -> list[int]:
     return stride
 
 
-register("aten.zeros_like aten.ones_like aten.empty_like", like)
+register("aten.zeros_like aten.ones_like", like)
+register("aten.empty_like", uninitialised_like)
 register("aten.full_like", like, values="fill_value")
 register("aten.new_zeros aten.new_ones aten.new_empty", new)
 register("aten.new_full", new, values="fill_value")
