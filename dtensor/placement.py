@@ -18,6 +18,8 @@ from typing import ClassVar
 
 import torch
 
+from dtensor.pieces import pieces
+
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "StridedShard", "_StridedShard", "as_placement"]
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
@@ -105,6 +107,12 @@ class Shard(Placement):
         start = min(chunk * rank, curr_local_size)
         return min(chunk, curr_local_size - start), start
 
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """The parts of a whole tensor: `dtensor.pieces`."""
+        return pieces(tensor, self.dim, 1, num_chunks, with_padding, contiguous)
+
     def __reduce__(self) -> tuple[type[Shard], tuple[int]]:
         return (type(self), (self.dim,))
 
@@ -163,6 +171,12 @@ class StridedShard(Placement):
             first = start + offset if mine and first < 0 else first
             size += mine
         return size, first
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """The parts of a whole tensor: `dtensor.pieces`."""
+        return pieces(tensor, self.dim, self.split_factor, num_chunks, with_padding, contiguous)
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
         return (_strided, (self.dim, self.split_factor))

@@ -189,3 +189,20 @@ def test_visualize_sharding(use_rich: bool, capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert text.count("My layout") == 1 and "nothing" not in text
     assert all(w in text for w in ("Row 0-1", "Row 6-7", "Col 0-2", "cpu: 3"))
+
+
+def test_counts_by_module_and_direction() -> None:
+    def run(mesh: DeviceMesh) -> None:
+        net = parallelize_module(Net(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        with CommDebugMode() as mode:
+            net(rand(3, 6).requires_grad_()).sum().backward()
+        one = {c10d.all_reduce: 1}
+        assert mode.comm_counts == mode.get_comm_counts() == {c10d.all_reduce: 2}
+        by_module = mode.comm_module_counts
+        assert by_module["Global"] == by_module["Net"] == {"forward": one, "backward": one}
+        assert by_module["Global"]["forward"][c10d.all_gather_into_tensor] == 0
+        with mode:
+            pass
+        assert mode.comm_module_counts == {"Global": {"forward": {}, "backward": {}}}
+
+    on_ranks(run)

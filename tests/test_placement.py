@@ -59,3 +59,20 @@ def test_size_and_offset_of_a_chunk(factor: int) -> None:
             mine = sum(pieces, [])
             start = mine[0] if mine else n if factor == 0 else -1
             assert cut.local_shard_size_and_offset(n, chunks, rank) == (len(mine), start)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(-1), StridedShard(0, split_factor=2)], ids=repr)
+@pytest.mark.parametrize("n", [0, 1, 5, 8])
+def test_the_parts_of_a_whole_tensor(placement: Shard | StridedShard, n: int) -> None:
+    x = torch.arange(n * n).reshape(n, n)
+    parts, pads = placement._split_tensor(x, 4, with_padding=False, contiguous=False)
+    sizes = [placement.local_shard_size_and_offset(n, 4, i)[0] for i in range(4)]
+    assert [part.shape[placement.dim] for part in parts] == sizes and pads == []
+    padded, pads = placement._split_tensor(x, 4)
+    assert pads == [max(sizes) - size for size in sizes]
+    for whole, part, pad in zip(padded, parts, pads, strict=True):
+        assert whole.is_contiguous()
+        assert torch.equal(whole.narrow(placement.dim, 0, max(sizes) - pad), part)
+        assert not whole.narrow(placement.dim, max(sizes) - pad, pad).any()
+    if isinstance(placement, Shard):
+        assert torch.equal(torch.cat(parts, placement.dim), x)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor.comm import observers
 from dtensor.debug import report
 from dtensor.debug.collectives import Collective, CommCounts, classify
-from dtensor.debug.module_tree import ModuleTree
+from dtensor.debug.module_tree import OUTSIDE, ModuleTree
 from dtensor.placement import Placement
 from dtensor.tensor import DTensor
 
@@ -112,6 +112,24 @@ class CommDebugMode(TorchDispatchMode):
         """How many collectives ran."""
         return sum(e.collective is not None for e in self.events)
 
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        """`get_comm_counts()`, by the name that torch's mode has it under too."""
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """Module path -> "forward" and "backward" -> counts, those of the modules below included; "Global" is all."""
+        kinds: dict[str, dict[str, Counter[str]]] = {}
+        for e in self.events:
+            for path in [OUTSIDE, *(_prefixes(e.module) if e.module != OUTSIDE else ())] if e.collective else ():
+                of = kinds.setdefault(path, {"forward": Counter(), "backward": Counter()})
+                of["backward" if e.backward else "forward"][e.collective.kind] += 1
+        kinds.setdefault(OUTSIDE, {"forward": Counter(), "backward": Counter()})
+        return {
+            path: {way: CommCounts(counted, {}) for way, counted in ways.items()} for path, ways in kinds.items()
+        }
+
     def get_comm_bytes(self) -> dict[str, int]:
         """Bytes this rank received from others, by kind (all_reduce, all_gather, ...).
 
@@ -150,6 +168,11 @@ class CommDebugMode(TorchDispatchMode):
         """Write the tracing table's content as JSON: a list of modules, nested as they ran."""
         with open(file_name, "w", encoding="utf-8") as f:
             f.write(report.as_json(self.tree, self.events, self._parameters, noise_level))
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _short(func: Any) -> str:
