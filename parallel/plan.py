@@ -176,6 +176,21 @@ def _shared_parameters(module: nn.Module) -> list[Tie]:
     return [g for g in groups.values() if len(g) > 1]
 
 
+def followers(module: nn.Module, plan: object) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """Parameters of modules that `plan` leaves out and that are shared with a module it lays out.
+
+    As (owner, name, planned owner, its name). Nothing for a plan that is no mapping: it has one module.
+    """
+    if not isinstance(plan, Mapping):
+        return []
+    planned = {id(target) for _, target, style in _steps(module, plan) if style.lays_out_parameters}
+    out = []
+    for tie in _shared_parameters(module):
+        leaders = [owned for owned in tie if id(owned[0]) in planned]
+        out += [(*owned, *leaders[0]) for owned in tie if leaders and id(owned[0]) not in planned]
+    return out
+
+
 def _check_ties(module: nn.Module, steps: list[Step], ties: list[Tie]) -> None:
     planned = {
         id(target): style._layouts(target) for _, target, style in steps if style.lays_out_parameters

@@ -102,13 +102,15 @@ def lay_out(
 ) -> nn.Module:
     """Replace the parameters of `module`: those in `layouts` get that placement, all others are replicated.
 
-    A parameter that is a DTensor of the mesh already is brought to its layout.
+    A parameter that is a DTensor of the mesh already is brought to its layout; one that has it is left.
     """
 
     def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
         for name, param in list(part.named_parameters(recurse=False)):
             placed = over.parameter(layouts.get(name, Replicate()) if part is module else Replicate())
             if isinstance(param, DTensor):
+                if param.placements == tuple(placed):
+                    continue  # it may be shared, and stays so
                 value = cast(DTensor, param.detach()).redistribute(placements=placed)
             else:
                 value = distribute_tensor(param, mesh, placed, src_data_rank=src_data_rank)

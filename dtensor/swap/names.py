@@ -50,6 +50,7 @@ OURS: dict[str, dict[str, str]] = {
         **{name: f"dtensor.factory:{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")},
         **{name: f"dtensor.placement:{name}" for name in ("Partial", "Placement", "Replicate", "Shard")},
     },
+    f"{_TENSOR}._api": {"_shard_tensor": "dtensor.swap.stand_ins:shard_tensor"},
     f"{_TENSOR}.placement_types": {"_StridedShard": "dtensor.placement:_StridedShard"},
     f"{_TENSOR}._dtensor_spec": {"DTensorSpec": "dtensor.spec:Spec", "TensorMeta": "dtensor.spec:TensorMeta"},
     f"{_TENSOR}._random": {

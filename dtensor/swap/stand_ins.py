@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor import _utils
+from dtensor import _utils, api
 from dtensor.device_mesh import DeviceMesh, _active
+from dtensor.placement import Placement
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, TensorMeta, contiguous_stride, normalize_placements
+from dtensor.tensor import DTensor
 from parallel import ParallelStyle, plan
 
 __all__ = [
     "compute_local_shape_and_global_offset", "is_rng_supported_mesh", "manual_seed", "mesh_resources",
-    "parallelize_module", "redistribute_local_tensor", "use_min_cost_redistribution_plan",
+    "parallelize_module", "redistribute_local_tensor", "shard_tensor", "use_min_cost_redistribution_plan",
 ]  # fmt: skip
 
 
@@ -92,19 +94,39 @@ def redistribute_local_tensor(
     return redistribute_local(local_tensor, current_spec, target_spec, async_op=async_op)
 
 
+def shard_tensor(
+    full_tensor: torch.Tensor, placements: Sequence[Placement], device_mesh: DeviceMesh | None = None
+) -> DTensor:
+    """`distribute_tensor` of a tensor that all ranks have: each takes its part, nothing is sent."""
+    return api.distribute_tensor(full_tensor, device_mesh, placements, src_data_rank=None)
+
+
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
     parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """As `parallel.parallelize_module`, but a path that names no module is passed over with a warning."""
+    """As `parallel.parallelize_module`, with two differences.
+
+    A path that names no module is passed over with a warning. A module that is not in the plan and shares a parameter
+    with one that is goes on sharing it, laid out now: programs lay out the embedding and the head of a tied model in
+    two calls. Left out for good, it has a DTensor among plain tensors and says so in its forward.
+    """
     if isinstance(parallelize_plan, Mapping):
         lost = [path for path in parallelize_plan if isinstance(path, str) and not _named(module, path)]
         for path in lost:
             warnings.warn(f"parallelize_module: the plan names {path!r}, which is not there: skipped", stacklevel=2)
         parallelize_plan = {path: style for path, style in parallelize_plan.items() if path not in lost}
-    return plan.parallelize_module(module, device_mesh, parallelize_plan, **options)
+    followers = plan.followers(module, parallelize_plan)
+    for owner, name, *_ in followers:
+        owner._parameters[name] = None
+    try:
+        module = plan.parallelize_module(module, device_mesh, parallelize_plan, **options)
+    finally:
+        for owner, name, leader, of in followers:
+            owner._parameters[name] = leader._parameters[of]
+    return module
 
 
 def _named(module: nn.Module, path: str) -> bool:
