@@ -137,7 +137,10 @@ class C10dCommunicator(Communicator):
         out = flat.new_empty(self.size * flat.numel())
         options = c10d.AllgatherOptions()
         options.asyncOp = True
-        return issued(self, "all_gather", out, self.group._allgather_base, out, waited(flat), options)
+        call = self.group._allgather_base
+        if type(self.group) is not dist.ProcessGroup:  # one written in Python may know torch's newer name only
+            call = getattr(self.group, "all_gather_single", call)
+        return issued(self, "all_gather", out, call, out, waited(flat), options)
 
     def _gather_into(self, x: torch.Tensor, into: Sequence[torch.Tensor]) -> Pending[list[torch.Tensor]]:
         """A gather straight into tensors of one shape, that may be views: gloo puts the parts there itself."""
@@ -250,9 +253,11 @@ class C10dCommunicator(Communicator):
     def _plain(self) -> bool:
         """True where a collective of the group is one of this communicator, without a look at positions.
 
-        Not where torch compares the shapes that ranks give (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), and not only sizes.
+        Not where torch compares the shapes that ranks give (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), and not only sizes. A
+        group written in Python, as the one whose ranks are threads, has the calls of torch.distributed only.
         """
-        return self._order is None and self.size > 1 and dist.get_debug_level() != dist.DebugLevel.DETAIL
+        own = self._order is None and self.size > 1 and type(self.group) is dist.ProcessGroup
+        return own and dist.get_debug_level() != dist.DebugLevel.DETAIL
 
     def _sums(self, op: str, dtype: torch.dtype) -> bool:
         """True where the group itself sums `dtype`, and that is what `op` asks for."""
