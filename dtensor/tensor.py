@@ -113,7 +113,8 @@ class DTensor(torch.Tensor):
         """A DTensor of which `local_tensor` is this rank's part. Differentiable; shares memory.
 
         Args:
-            local_tensor: this rank's part; moved to the mesh's device type unless it is a meta tensor.
+            local_tensor: this rank's part; moved to the mesh's device type unless it is a meta tensor. Of a rank
+                outside the mesh it says the shape only: its part is empty.
             device_mesh: default: the mesh of the enclosing `with mesh:`.
             placements: one per mesh axis; default all `Replicate()`.
             run_check: compare dtype, requires_grad and (without `shape`) shapes over the mesh's ranks, which
@@ -152,6 +153,8 @@ class DTensor(torch.Tensor):
         if stride is not None:
             local_tensor = in_order(local_tensor, stride)
         spec = _spec_of_local(local_tensor, mesh, placed, shape, stride)
+        if mesh.coord is None and local_tensor.shape != spec.local_shape:
+            local_tensor = local_tensor.new_empty(spec.local_shape, requires_grad=local_tensor.requires_grad)
         if grads is not None:
             _check_parts(spec, grads, "from_local")
         if local_tensor.requires_grad and torch.is_grad_enabled():

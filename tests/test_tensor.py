@@ -259,3 +259,16 @@ def test_without_torchs_own_wrapper_constructor(monkeypatch) -> None:
 
     on(2, f)
     dispatch._clear()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_rank_outside_the_mesh_has_an_empty_part(grad: bool) -> None:
+    @dtensor.simulate(4)
+    def run() -> None:
+        mesh = dtensor.DeviceMesh("cpu", [0, 2])
+        x = dtensor.DTensor.from_local(torch.ones(3, 4, requires_grad=grad), mesh, [dtensor.Shard(0)])
+        assert x.shape == (6, 4) and x.requires_grad == grad
+        for y in (x, x + 2):
+            assert y.to_local().shape == ((0,) if mesh.get_coordinate() is None else (3, 4))
+
+    assert len(run) == 4
