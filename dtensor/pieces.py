@@ -1,4 +1,4 @@
-"""A whole tensor cut into what the positions of an axis hold, padded or not: `Shard._split_tensor`, which programs call."""
+"""A whole tensor cut into what the positions of an axis hold: `Shard._split_tensor`, which programs call."""
 
 from __future__ import annotations
 

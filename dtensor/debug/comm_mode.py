@@ -122,7 +122,9 @@ class CommDebugMode(TorchDispatchMode):
         """Module path -> "forward" and "backward" -> counts, those of the modules below included; "Global" is all."""
         kinds: dict[str, dict[str, Counter[str]]] = {}
         for e in self.events:
-            for path in [OUTSIDE, *(_prefixes(e.module) if e.module != OUTSIDE else ())] if e.collective else ():
+            if e.collective is None:
+                continue
+            for path in [OUTSIDE, *(_prefixes(e.module) if e.module != OUTSIDE else ())]:
                 of = kinds.setdefault(path, {"forward": Counter(), "backward": Counter()})
                 of["backward" if e.backward else "forward"][e.collective.kind] += 1
         kinds.setdefault(OUTSIDE, {"forward": Counter(), "backward": Counter()})
