@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 from laws import rand
@@ -29,6 +30,7 @@ def redistribute() -> None:
                 torch.testing.assert_close(got, 4 * rand(8, 6))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 takes such groups down with an error of its own")
 def test_redistribution() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it asks for packages of torch's own tests
