@@ -51,6 +51,16 @@ def _as(dtype: torch.dtype, sent: Sent, flat: torch.Tensor) -> Pending[torch.Ten
     return Pending(finish=lambda: unflat(sent.wait(), dtype, (-1,)))
 
 
+def _gather_pads(sizes: Sequence[int], itemsize: int) -> bool:
+    """Whether parts of these sizes, in elements, one a position, are padded to be gathered; else they are exchanged."""
+    return not padding_counts((len(sizes) - 1) * max(sizes) * itemsize, (sum(sizes) - min(sizes)) * itemsize)
+
+
+def _scatter_pads(sizes: Sequence[int], itemsize: int) -> bool:
+    """Whether parts of these sizes are padded to be reduced and scattered; else they go as a list."""
+    return not padding_counts(len(sizes) * max(sizes) * itemsize, sum(sizes) * itemsize)
+
+
 class C10dCommunicator(Communicator):
     """The collectives of one process group. `group` holds exactly `ranks`; `ranks` are in mesh order.
 
@@ -110,7 +120,7 @@ class C10dCommunicator(Communicator):
         numels = [prod(s) * width for s in shapes]
         most, itemsize = max(numels), x.itemsize // width
         direct = eager(x) and not sent_by.in_queue(x)
-        if padding_counts((self.size - 1) * most * itemsize, (sum(numels) - min(numels)) * itemsize):
+        if not _gather_pads(numels, itemsize):
             flat = flat_of(x)
             purpose.kind = "all_gather"
             try:
@@ -138,7 +148,7 @@ class C10dCommunicator(Communicator):
         options = c10d.AllgatherOptions()
         options.asyncOp = True
         call = self.group._allgather_base
-        if type(self.group) is not dist.ProcessGroup:  # one written in Python may know torch's newer name only
+        if not self._in_c:  # it may know torch's newer name only
             call = getattr(self.group, "all_gather_single", call)
         return issued(self, "all_gather", out, call, out, waited(flat), options)
 
@@ -191,11 +201,10 @@ class C10dCommunicator(Communicator):
             return Pending(finish=lambda: shaped(sent.wait(), decode, shape))
         flats = list(parts) if encode is None else [encode(p.reshape(-1)) for p in parts]
         wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
-        most = max(f.numel() for f in flats)
-        total = sum(f.numel() for f in flats)
-        if eager(own) and padding_counts(self.size * most * own.itemsize, total * own.itemsize):
+        numels = [f.numel() for f in flats]
+        if eager(own) and not _scatter_pads(numels, own.itemsize):
             return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape, async_op)
-        even = sent_by.reduce_scatter(self, spaced(self._by_group_rank(flats), most), wire, async_op)
+        even = sent_by.reduce_scatter(self, spaced(self._by_group_rank(flats), max(numels)), wire, async_op)
 
         def finish() -> torch.Tensor:
             return shaped(even.wait().narrow(0, 0, numel).view(wire_shape), decode, shape)
@@ -250,13 +259,17 @@ class C10dCommunicator(Communicator):
         return Pending(finish=sent.wait, raw=sent.lazy)
 
     @property
+    def _in_c(self) -> bool:
+        """False for a group written in Python, as that of ranks that are threads: what it has is what torch calls."""
+        return type(self.group) is dist.ProcessGroup
+
+    @property
     def _plain(self) -> bool:
         """True where a collective of the group is one of this communicator, without a look at positions.
 
-        Not where torch compares the shapes that ranks give (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), and not only sizes. A
-        group written in Python, as the one whose ranks are threads, has the calls of torch.distributed only.
+        Not where torch compares the shapes that ranks give (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), and not only sizes.
         """
-        own = self._order is None and self.size > 1 and type(self.group) is dist.ProcessGroup
+        own = self._order is None and self.size > 1 and self._in_c
         return own and dist.get_debug_level() != dist.DebugLevel.DETAIL
 
     def _sums(self, op: str, dtype: torch.dtype) -> bool:
@@ -309,15 +322,13 @@ class C10dCommunicator(Communicator):
         """See `Communicator`."""
         if not self._plain or not comm_bound.carried(dtype):
             return None
-        return not padding_counts(
-            (self.size - 1) * max(sizes) * dtype.itemsize, (sum(sizes) - min(sizes)) * dtype.itemsize
-        )
+        return _gather_pads(sizes, dtype.itemsize)
 
     def pads_scatter(self, sizes: Sequence[int], op: str, dtype: torch.dtype) -> bool | None:
         """See `Communicator`."""
         if not self._plain or not self._sums(op, dtype):
             return None
-        return not padding_counts(self.size * max(sizes) * dtype.itemsize, sum(sizes) * dtype.itemsize)
+        return _scatter_pads(sizes, dtype.itemsize)
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool

@@ -264,17 +264,9 @@ def _picker(found: Sequence[Piece], shape: Shape, elsewhere: Local) -> Local:
             return elsewhere(x)
         if index is None:
             index = made()
-        return x.take(index)
+        return x.take(index) if few else x.view(-1).index_select(0, index).view(shape)
 
-    def select(x: torch.Tensor) -> torch.Tensor:
-        nonlocal index
-        if not x.is_cpu:
-            return elsewhere(x)
-        if index is None:
-            index = made()
-        return x.view(-1).index_select(0, index).view(shape)
-
-    return run if few else select
+    return run
 
 
 def packer(regions: Sequence[Region], whole: Shape) -> Local | None:

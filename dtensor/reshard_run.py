@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ __all__ = [
     "Move", "exchange_others", "known_move", "redistribute_local", "remember_move", "resolved", "run_reshard",
 ]  # fmt: skip
 
+R = TypeVar("R")
 Run = Callable[[torch.Tensor, bool], torch.Tensor]
 """From the local tensor before a step to the one after; True asks for a result that may be unwaited."""
 
@@ -234,6 +235,22 @@ def _pending_parts(result: list[torch.Tensor] | Pending[list[torch.Tensor]]) -> 
     return result if isinstance(result, Pending) else Pending(result)
 
 
+def _once_bound(
+    make: Callable[[], Try | None], dtype: torch.dtype, general: Callable[[torch.Tensor, bool], R]
+) -> Callable[[torch.Tensor, bool], torch.Tensor | R]:
+    """`general`; from the second time on what `make` binds, for tensors of `dtype` that are ready for it."""
+    quick = later(make)
+
+    def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | R:
+        if not async_op and x.dtype is dtype and ready(x):
+            done = quick[0](x)
+            if done is not None:
+                return done
+        return general(x, async_op)
+
+    return run
+
+
 def _in_wire(
     run: Callable[[torch.Tensor, bool], torch.Tensor | Pending[torch.Tensor]], step: Step, shape: tuple[int, ...]
 ) -> Run:
@@ -273,19 +290,15 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
     take = Take(leaving, region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
     alike, dtype = len({*take.sizes}) == 1, step.wire or spec.dtype
-    quick = later(lambda: scatter_known(comm, leaving, region_shape(have), shape, op, dtype))
+    known = lambda: scatter_known(comm, leaving, region_shape(have), shape, op, dtype)  # noqa: E731
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
-        if not async_op and x.dtype is dtype and ready(x):
-            done = quick[0](x)
-            if done is not None:
-                return done
         if not alike:
             return comm.reduce_scatter(take(_private(x, async_op)), op, async_op=async_op)
         pending = comm.reduce_scatter_flat(take.flat(x, async_op and gathering.now is None), op, async_op=async_op)
         return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
 
-    return _in_wire(run, step, shape)
+    return _in_wire(_once_bound(known, dtype, run), step, shape)
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
@@ -299,14 +312,10 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     alike, whole = len({*shapes}) == 1, all(len(runs) < 2 for region in regions for runs in region)
     straight = whole and join.single is None and not (alike and join.in_order) and math.prod(spec.shape) > SMALL
     if alike and not straight:
-        return _gather_alike(comm, join, shapes, regions, out_shape, dtype)
-    quick = later(lambda: gather_uneven(comm, shapes, regions, out_shape, dtype, straight))
+        known = lambda: gather_known(comm, shapes, regions, out_shape, dtype)  # noqa: E731
+        return _once_bound(known, dtype, _gather_alike(comm, join, out_shape))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if not async_op and x.dtype is dtype and ready(x):
-            done = quick[0](x)
-            if done is not None:
-                return done
         out = x.new_empty(out_shape) if straight else None
         into = None if out is None else boxes(out)
         finish: Callable[[list[torch.Tensor]], torch.Tensor] = join if out is None else lambda _: out
@@ -315,21 +324,13 @@ def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
             return unwaited(lambda: finish(pending.wait()), x, out_shape)
         return finish(comm.all_gather(x, shapes, into=into))
 
-    return run
+    return _once_bound(lambda: gather_uneven(comm, shapes, regions, out_shape, dtype, straight), dtype, run)
 
 
-def _gather_alike(
-    comm: Communicator, join: Join, shapes: Sequence[tuple[int, ...]], regions: Sequence[Region],
-    out_shape: tuple[int, ...], dtype: torch.dtype,
-) -> Run:  # fmt: skip
+def _gather_alike(comm: Communicator, join: Join, out_shape: tuple[int, ...]) -> Run:
     """Parts of one shape are gathered into one buffer, which is the result or is laid out as it."""
-    quick = later(lambda: gather_known(comm, shapes, regions, out_shape, dtype))
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if not async_op and x.dtype is dtype and ready(x):
-            done = quick[0](x)
-            if done is not None:
-                return done
         if not async_op:
             return join.of_flat(comm.all_gather_flat(x).wait())
         pending = comm.all_gather_flat(_private(x, True), async_op=True)
@@ -366,33 +367,26 @@ def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     group, leaving, into, shape, out_shape = _sides(spec, step, coord)
     take, join, me = Take(leaving, shape), Join(into, out_shape), group.index(coord)
     all_of_it = join.single is None and (take.in_order or join.in_order)
-    quick = later(lambda: exchange_known(comm, leaving, shape, into, out_shape, None if all_of_it else me, spec.dtype))
+    apart, dtype = None if all_of_it else me, spec.dtype
+    known = lambda: exchange_known(comm, leaving, shape, into, out_shape, apart, dtype)  # noqa: E731
     if all_of_it:
-        return _exchange_all(comm, take, join, [*map(region_shape, into)], out_shape, quick, spec.dtype)
+        return _once_bound(known, dtype, _exchange_all(comm, take, join, [*map(region_shape, into)], out_shape))
 
     def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
         got[me] = mine
         return mine.clone(memory_format=torch.contiguous_format) if join.single == me else join(got)
 
-    return exchange_others(comm, take, me, into, out_shape, finish, quick, spec.dtype)
+    return _once_bound(known, dtype, exchange_others(comm, take, me, into, out_shape, finish))
 
 
 def exchange_others(
     comm: Communicator, take: Take, me: int, into: Sequence[Region], out_shape: tuple[int, ...],
-    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor], quick: Sequence[Try] = (),
-    dtype: torch.dtype | None = None,
+    finish: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
 ) -> Run:  # fmt: skip
-    """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both.
-
-    `quick`, if there is that, does all of it for what is of `dtype` and ready for it.
-    """
+    """All parts but my own, at position `me`, go through one all-to-all; `finish` makes the result of both."""
     shapes = [(0,) if i == me else region_shape(part) for i, part in enumerate(into)]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if not async_op and x.dtype is dtype and ready(x):
-            done = quick[0](x)
-            if done is not None:
-                return done
         parts = take(_private(x, async_op), me)
         mine, parts[me] = parts[me], _nothing(x.dtype, x.device)
         if async_op:
@@ -406,17 +400,12 @@ def exchange_others(
 
 
 def _exchange_all(
-    comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...],
-    quick: Sequence[Try], dtype: torch.dtype,
-) -> Run:  # fmt: skip
-    """All parts go through the collective; by `quick`, once it is bound, what is of `dtype` and ready for it."""
+    comm: Communicator, take: Take, join: Join, shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]
+) -> Run:
+    """All parts go through the collective."""
     leave, arrive = take.sizes, [math.prod(shape) for shape in shapes]
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if not async_op and x.dtype is dtype and ready(x):
-            done = quick[0](x)
-            if done is not None:
-                return done
         flat = take.flat(x, async_op and gathering.now is None)
         pending = comm.all_to_all_flat(flat, leave, arrive, async_op=async_op)
         if async_op:
