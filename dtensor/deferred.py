@@ -107,9 +107,6 @@ class DeferredSpec(LateSpec):
         x._local_tensor, x._spec = self.shared.value(self.index), self.final
         return self.final
 
-    def settled(self) -> Spec:
-        return self.final
-
 
 class PutOff:
     """What a kernel returns to put its collective off: `parts`, this rank's results meanwhile, and `finish`."""

@@ -310,7 +310,7 @@ class Plan:
             box = local[at] if isinstance(at, int) else named[at]
             inputs.append(box if sub is None else box[sub])
         d = self.decision
-        return KernelContext(self.call, d.kernel_axes, d.kernel_factors, inputs, d.inputs, d.outputs, arguments, True)
+        return KernelContext(self.call, d.kernel_axes, d.kernel_factors, inputs, d.inputs, d.outputs, arguments)
 
     def _general(self, structure: str) -> Callable[..., Any]:
         outs = self.decision.outputs

@@ -104,9 +104,9 @@ class Kernel:
 
     Inputs that have the factor are cut on it, the others replicated (addends pending). `outputs[i]` is
     "shard" (cut on the factor), "replicate" (the kernel makes all positions agree), or a reduction.
-    `run(ctx)` computes the local outputs and may communicate over `ctx.axes`: `collectives` times, with `elements`
-    (of the first input's width) put in by the busiest rank, in collectives of the kind `moves`, a name of the
-    cost model's.
+    `run(ctx)` computes the local outputs, or a `dtensor.deferred.PutOff` of several. It may communicate over
+    `ctx.axes`: `collectives` times, with `elements` (of the first input's width) put in by the busiest rank, in
+    collectives of the kind `moves`, a name of the cost model's.
     """
 
     name: str

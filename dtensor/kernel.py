@@ -36,7 +36,6 @@ class KernelContext:
         inputs: this rank's local tensors, in the order of the rule's inputs.
         in_specs, out_specs: layouts the inputs arrive in and the outputs must leave in.
         arguments: argument name -> value of this very call (tensors as local tensors).
-        may_put_off: the kernel may return a `dtensor.deferred.PutOff` in place of its results, where it gives several.
     """
 
     call: Call
@@ -46,7 +45,6 @@ class KernelContext:
     in_specs: Sequence[Spec]
     out_specs: Sequence[Spec | None]
     arguments: Mapping[str, object]
-    may_put_off: bool = False
 
     def tensor(self, name: str) -> torch.Tensor:
         """The local tensor of argument `name`; TypeError when it is not given."""

@@ -77,10 +77,6 @@ class LateSpec(Spec):
         """Bring `x`, which has this spec, up to date for `call`; gives the ordinary spec of its value."""
         raise NotImplementedError
 
-    def settled(self) -> Spec:
-        """The ordinary spec of the same value."""
-        raise NotImplementedError
-
 
 class MovedSpec(LateSpec):
     """Spec of a view that had to move data: `calls` lead to it from `base`, which was at `version` then.
@@ -126,6 +122,7 @@ class MovedSpec(LateSpec):
         return self.settled()
 
     def settled(self) -> Spec:
+        """The ordinary spec of the same value."""
         return Spec.make(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
 

@@ -9,7 +9,7 @@ import torch
 from dtensor.kernel import looks_at_values
 from dtensor.spec import Interval
 
-__all__ = ["bad_targets", "check_targets", "local_slots"]
+__all__ = ["bad_targets", "check_targets", "local_slots", "named_target", "out_of_bounds"]
 
 
 def local_slots(target: torch.Tensor, runs: Sequence[Interval]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +40,16 @@ def bad_targets(target: torch.Tensor, classes: int, ignore_index: int) -> torch.
     return ((target < 0) | (target >= classes)) & (target != ignore_index)
 
 
+def out_of_bounds(call: str, which: object, classes: int) -> str:
+    """What an error says of a target, or of one that is not named, whose class does not exist."""
+    return f"{call}: {which} is out of bounds for {classes} classes"
+
+
+def named_target(target: torch.Tensor, bad: torch.Tensor) -> str:
+    """The first target that is bad, for an error."""
+    return f"target {int(target[bad].flatten()[0])}"
+
+
 def check_targets(call: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
     """IndexError when a target names a class that does not exist (on accelerators, in graphs: a failed assertion)."""
     bad = bad_targets(target, classes, ignore_index)
@@ -47,7 +57,6 @@ def check_targets(call: str, target: torch.Tensor, classes: int, ignore_index: i
         return
     if looks_at_values(target):
         if bool(bad.any()):
-            worst = int(target[bad].flatten()[0])
-            raise IndexError(f"{call}: target {worst} is out of bounds for {classes} classes")
+            raise IndexError(out_of_bounds(call, named_target(target, bad), classes))
     else:
-        torch._assert_async(~bad.any(), f"{call}: a target is out of bounds for {classes} classes")
+        torch._assert_async(~bad.any(), out_of_bounds(call, "a target", classes))

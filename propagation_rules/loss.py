@@ -26,7 +26,7 @@ from dtensor.deferred import PutOff
 from dtensor.factors import Dims, Kernel, Linear, Rule, linear
 from dtensor.kernel import KernelContext, looks_at_values, traced
 from dtensor.registry import Call, register
-from propagation_rules.classes import bad_targets, check_targets, local_slots
+from propagation_rules.classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -211,35 +211,27 @@ def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype
     target, at, ignore = ctx.tensor("target"), ctx.call.index("self"), int(ctx.call["ignore_index"])
     assert at is not None
     name, shape = str(ctx.call.op), ctx.in_specs[at].shape
-    classes, wrong, here = shape[_class_dim(len(shape))], f"{name}: a target is out of bounds for", ""
+    classes, which = shape[_class_dim(len(shape))], "a target on another rank"
     sums = list(own)
     if _agrees(ctx, target):
-        sums.append(bad_targets(target, classes, ignore).sum().to(own[0].dtype))
-        if looks_at_values(sums[2]) and sums[2]:
-            here = str(_refusal(name, target, classes, ignore))
+        bad = bad_targets(target, classes, ignore)
+        sums.append(bad.sum().to(own[0].dtype))
+        if looks_at_values(bad) and sums[2]:
+            which = named_target(target, bad)
     sent, mesh, axes = torch.stack(sums), ctx.in_specs[0].mesh, ctx.axes
 
     def finish() -> Pair:
-        total, count, *bad = mesh.comm(axes).all_reduce(sent, "sum") if axes else sent
-        for found in bad:
+        total, count, *wrong = mesh.comm(axes).all_reduce(sent, "sum") if axes else sent
+        for found in wrong:
             if not looks_at_values(found):
-                torch._assert_async(found == 0, f"{wrong} {classes} classes")
+                torch._assert_async(found == 0, out_of_bounds(name, "a target", classes))
             elif found:
-                elsewhere = f"{name}: a target on another rank is out of bounds for {classes} classes"
-                raise IndexError(here or elsewhere)
+                raise IndexError(out_of_bounds(name, which, classes))
         return (total / count).to(dtypes[0]), count.to(dtypes[1])
 
-    if not ctx.may_put_off or not axes or traced(sent):
+    if not axes or traced(sent):
         return finish()
     return PutOff(((own[0] / own[1]).to(dtypes[0]), own[1].to(dtypes[1])), finish)
-
-
-def _refusal(name: str, target: torch.Tensor, classes: int, ignore: int) -> IndexError | None:
-    try:
-        check_targets(name, target, classes, ignore)
-    except IndexError as error:
-        return error
-    return None
 
 
 def nll_loss_backward(call: Call) -> Rule:
