@@ -15,7 +15,10 @@ import torch
 
 from dtensor.placement import REDUCE_OPS, Partial
 
-__all__ = ["check_reduction", "reduce_tensors"]
+__all__ = ["Pairwise", "check_reduction", "pairwise_of", "reduce_tensors"]
+
+Pairwise = Callable[..., torch.Tensor]
+"""Of two tensors of one shape, and `out`."""
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> float | None:
@@ -30,7 +33,7 @@ def check_reduction(op: str, dtype: torch.dtype) -> float | None:
     return p
 
 
-_PAIRWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_PAIRWISE: dict[str, Pairwise] = {
     "sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
     "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
 }  # fmt: skip
@@ -39,6 +42,16 @@ _NARROW = frozenset(
     d for d in (getattr(torch, n, None) for n in dir(torch) if n.startswith("float8")) if isinstance(d, torch.dtype)
 )
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def pairwise_of(op: str, dtype: torch.dtype) -> Pairwise | None:
+    """What reduces tensors of `dtype` two by two, up to the division of an average; None where that is not the way.
+
+    So it is with norms, and with dtypes that are added up in a wider one.
+    """
+    if op not in _PAIRWISE or dtype in _NARROW or dtype in _WIDER:
+        return None
+    return _PAIRWISE[_BOOL.get(op, op) if dtype == torch.bool else op]
 
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -62,7 +75,7 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     pairwise = _PAIRWISE[name]
     total = pairwise(first, tensors[1]).contiguous()
     for t in tensors[2:]:
-        total = pairwise(total, t, out=total)  # type: ignore[call-arg]
+        total = pairwise(total, t, out=total)
     if name == "avg":
         if dtype.is_floating_point or dtype.is_complex:
             total /= len(tensors)

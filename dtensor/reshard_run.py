@@ -29,11 +29,13 @@ from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
 from dtensor.reshard_even import box, one_part
 from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
+from dtensor.reshard_indexed import reduce_arriving
 from dtensor.reshard_known import exchange_known, gather_known, scatter_known
 from dtensor.reshard_local import Boxes, Embed, Join, Take
 from dtensor.reshard_pieces import SMALL
 from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_spread_run import bind_spread
+from dtensor.reshard_spread_run import Spread
+from dtensor.reshard_spread_small import small_spread
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.reshard_uneven import gather_uneven
 from dtensor.spec import Spec, contiguous_stride
@@ -437,14 +439,20 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step
 
     wire = step.wire
     wide = None if wire is None or wire.itemsize <= spec.dtype.itemsize else wire
-    run = exchange_others(_comm(spec, step), take, me, into, out_shape, finish)
-    if wire is None or wide is not None:
+    comm, dtype = _comm(spec, step), spec.dtype
+    run = exchange_others(comm, take, me, into, out_shape, finish)
+    if wire is None:
+        parts = [*by_part.values()]
+        known = lambda: reduce_arriving(comm, leaving, shape, into, out_shape, parts, op, dtype)  # noqa: E731
+        return _once_bound(known, dtype, run)
+    if wide is not None:
         return run
     return lambda x, async_op: run(x.to(wire), False).to(x.dtype)
 
 
 def _spread_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
-    return bind_spread(spec, step, coord, _comm(spec, step))
+    spread, dtype = Spread(spec, step, coord), spec.dtype
+    return spread if step.wire is not None else _once_bound(lambda: small_spread(spread, dtype), dtype, spread)
 
 
 _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], Step | None], Run]] = {

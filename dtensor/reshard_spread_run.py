@@ -1,16 +1,20 @@
 """Carrying out a reduction that is spread over the ranks: `dtensor.reshard_spread` says who reduces which piece.
 
     all-to-all 1    pending parts go to the piece's reducer, which adds them up in the order of the parts
-    all-to-all 2    sums go to those who want them, or to the rank that adds its own part
-    all-to-all 3    where needed: from there to the others who want them
+    all-to-all 2    where there are three: sums go to the rank that adds its own part
+    the last        results go to those who want them; where there are two, also sums to the one who adds its part
 
-Each is one collective of flat tensors; what goes from one rank to another is in the order of the pieces.
+Each is one collective of flat tensors; what goes from one rank to another is in the order of the pieces. It runs over
+the fewest of the step's axes that what is sent goes along: on (2, 4) axes x, y
+
+    [S(0), P] -> [R, S(0)]    parts along y, sums along y, results along x
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,55 +28,95 @@ from dtensor.reshard_spread import Piece, pieces_of
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec
 
-__all__ = ["bind_spread"]
+__all__ = ["Move", "Spread", "Stage"]
 
 Parts = dict[int, torch.Tensor]
 """By number of the piece."""
 
 
+Move = tuple[int, int, int]
+"""Number of the piece, position in the group that it goes from, position that it goes to."""
+
+
+def stages(step: Step, pieces: Sequence[Piece]) -> list[list[Move]]:
+    """What goes where in each all-to-all, in the order in which it is sent."""
+    parts = [(n, h, p.reducer) for n, p in enumerate(pieces) for h in p.senders if h != p.reducer]
+    sums = [(n, p.reducer, p.last) for n, p in enumerate(pieces) if p.last >= 0]
+    results = [(n, p.end, to) for n, p in enumerate(pieces) for to in p.wanting if to != p.end]
+    if step.passes == 3:
+        return [parts, sums, results]
+    assert not any(pieces[n].last >= 0 for n, _, _ in results)
+    return [parts, sorted(sums + results)]
+
+
+class Stage(NamedTuple):
+    """One all-to-all: over which communicator, and which position of the group is which in it; None: not in it."""
+
+    comm: Communicator
+    group: tuple[int, ...]
+    moves: list[Move]
+
+
+def stage_of(spec: Spec, step: Step, coord: Coord, moves: list[Move]) -> Stage | None:
+    """The all-to-all of `moves`, as the rank at `coord` takes part in it; None where the group sends nothing.
+
+    All ranks of a group find the same axes. Those of one mesh may only where the group is all of it, so that elsewhere
+    nothing narrower is taken than one axis, whose communicator is there, or else all of them.
+    """
+    group = [*members(spec, step.axes, coord)]
+    axes = tuple([a for a in step.axes if any(group[i][a] != group[j][a] for _, i, j in moves)])
+    if not axes:
+        return None
+    if len(axes) > 1 and len(group) < math.prod(spec.mesh.shape):
+        axes = step.axes
+    place = {at: i for i, at in enumerate(group)}
+    comm = spec.mesh.comm(axes if len(axes) > 1 else axes[0])
+    return Stage(comm, tuple([place[at] for at in members(spec, axes, coord)]), moves)
+
+
 class _Swap:
     """One all-to-all: which pieces go to each position and which come from it."""
 
-    __slots__ = ("_comm", "_come", "_go", "_numels", "_shapes")
+    __slots__ = ("_come", "_go", "_numels", "_shapes", "_stage")
 
-    def __init__(self, comm: Communicator, me: int, moves: Sequence[tuple[int, int, int]], pieces: Sequence[Piece]):
-        """`moves`: (piece, from, to) of the whole group, in order of the pieces."""
-        self._comm = comm
-        self._go = [[n for n, one, to in moves if one == me and to == i] for i in range(comm.size)]
-        self._come = [[n for n, one, to in moves if one == i and to == me] for i in range(comm.size)]
+    def __init__(self, stage: Stage, me: int, pieces: Sequence[Piece]):
+        self._stage, moves = stage, stage.moves
+        self._go = [[n for n, one, to in moves if one == me and to == i] for i in stage.group]
+        self._come = [[n for n, one, to in moves if one == i and to == me] for i in stage.group]
         self._shapes = [[region_shape(pieces[n].box) for n in some] for some in self._come]
         self._numels = [[math.prod(shape) for shape in some] for some in self._shapes]
 
-    def start(self, have: Parts, like: torch.Tensor, async_op: bool) -> Callable[[], list[Parts]]:
-        """Send pieces of `have`. Returns what waits and gives what came from each position."""
+    def start(self, have: Parts, like: torch.Tensor, async_op: bool) -> Callable[[], dict[int, Parts]]:
+        """Send pieces of `have`. Returns what waits and gives what came, by position in the group."""
         flats = [have[n].reshape(-1) for some in self._go for n in some]
         sent = torch.cat(flats) if flats else like.new_empty(0)
         sizes = [sum([have[n].numel() for n in some]) for some in self._go]
-        got = self._comm.all_to_all(
+        got = self._stage.comm.all_to_all(
             list(torch.split(sent, sizes)), [(sum(numels),) for numels in self._numels], async_op=async_op
         )
 
-        def finish() -> list[Parts]:
-            out = []
-            for flat, some, numels, shapes in zip(
-                got.wait() if isinstance(got, Pending) else got, self._come, self._numels, self._shapes
-            ):
+        def finish() -> dict[int, Parts]:
+            out = {}
+            for i, flat, some, numels, shapes in zip(
+                self._stage.group, got.wait() if isinstance(got, Pending) else got,
+                self._come, self._numels, self._shapes,
+            ):  # fmt: skip
                 pieces = torch.split(flat, numels) if some else ()
-                out.append({n: piece.view(shape) for n, piece, shape in zip(some, pieces, shapes)})
+                out[i] = {n: piece.view(shape) for n, piece, shape in zip(some, pieces, shapes)}
             return out
 
         return finish
 
 
-class _Spread:
+class Spread:
     """A spread reduction, bound to one rank."""
 
-    def __init__(self, spec: Spec, step: Step, coord: Coord, comm: Communicator) -> None:
+    def __init__(self, spec: Spec, step: Step, coord: Coord) -> None:
         pending = [p for a in step.axes if isinstance(p := step.src[a], Partial) and p is not step.dst[a]]
         group = tuple(members(spec, step.axes, coord))
         me = group.index(coord)
         pieces = pieces_of(spec, step, group)
-        have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
+        self.have, self.want = have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
         self.op, self.me, self.pieces, self.wire = pending[0].reduce_op, me, pieces, step.wire
         self.own = [n for n, p in enumerate(pieces) if me in p.holders]
         self.take = Take([common(have, pieces[n].box)[0] for n in self.own], region_shape(have))
@@ -81,16 +125,8 @@ class _Spread:
         self.wanted = [n for n, p in enumerate(pieces) if me in p.wanting]
         self.shape = region_shape(want)
         self.join = Join([common(pieces[n].box, want)[1] for n in self.wanted], self.shape)
-        first = [(n, h, p.reducer) for n, p in enumerate(pieces) for h in p.senders if h != p.reducer]
-        second = [
-            (n, p.reducer, to)
-            for n, p in enumerate(pieces)
-            for to in (p.wanting if p.last < 0 else (p.last,))
-            if to != p.reducer
-        ]
-        third = [(n, p.last, to) for n, p in enumerate(pieces) if p.last >= 0 for to in p.wanting if to != p.last]
-        assert step.passes == 3 or not third
-        self.swaps = [_Swap(comm, me, moves, pieces) for moves in (first, second, third)[: step.passes]]
+        self.stages = [stage_of(spec, step, coord, moves) for moves in stages(step, pieces)]
+        self.swaps = [None if stage is None else _Swap(stage, me, pieces) for stage in self.stages]
 
     def __call__(self, x: torch.Tensor, async_op: bool) -> torch.Tensor:
         x = x.clone(memory_format=torch.contiguous_format) if async_op and self.wire is None else x
@@ -98,24 +134,24 @@ class _Spread:
         if self.wire is not None:
             x = x.to(self.wire)
         own: Parts = dict(zip(self.own, self.take(x) if self.own else ()))
-        got = self.swaps[0].start(own, x, False)()
+        got = self._start(0, own, x, False)()
         have: Parts = {}
         parts: list[torch.Tensor] = []
         for n in self.summed:
             piece = self.pieces[n]
             parts = [own[n] if h == self.me else got[h][n] for h in piece.senders]
             have[n] = self._reduced(parts, len(piece.holders), piece.last < 0)
-        del parts[:], got[:]  # what came is large
+        del parts[:]
+        got.clear()  # what came is large
         if len(self.swaps) == 3:
-            got = self.swaps[1].start(have, x, False)()
-            self._end(have, own, got)
-        arriving = self.swaps[-1].start(have, x, async_op)
+            self._end(have, own, self._start(1, have, x, False)())
+        arriving = self._start(-1, have, x, async_op)
 
         def finish() -> torch.Tensor:
             last = arriving()
             if len(self.swaps) == 2:
                 self._end(have, own, last)
-            for some in last if len(self.swaps) == 2 else (*got, *last):
+            for some in last.values():
                 for n, part in some.items():
                     have.setdefault(n, part)
             if not math.prod(self.shape):
@@ -126,7 +162,11 @@ class _Spread:
             return finish()
         return unwaited(finish, x if dtype is x.dtype else x.new_empty(0, dtype=dtype), self.shape)
 
-    def _end(self, have: Parts, own: Parts, got: list[Parts]) -> None:
+    def _start(self, stage: int, have: Parts, like: torch.Tensor, async_op: bool) -> Callable[[], dict[int, Parts]]:
+        swap = self.swaps[stage]
+        return dict if swap is None else swap.start(have, like, async_op)
+
+    def _end(self, have: Parts, own: Parts, got: dict[int, Parts]) -> None:
         """Add my own part to the sums that came for that."""
         for n in self.ended:
             piece = self.pieces[n]
@@ -142,10 +182,3 @@ class _Spread:
         if total.dtype.is_floating_point or total.dtype.is_complex:
             return total.div_(k)
         return torch.div(total, k, rounding_mode="trunc")
-
-
-def bind_spread(
-    spec: Spec, step: Step, coord: Coord, comm: Communicator
-) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    """The step as a callable for the rank at `coord`: from its pending part to its shard."""
-    return _Spread(spec, step, coord, comm)

@@ -34,7 +34,7 @@ class Step(NamedTuple):
         nbytes: bytes that a rank receives, or copies where nothing is received; of the largest shard.
         factor: of `scale`, else 1.
         wire: the dtype in which a reduction travels and adds up, where that is not the tensor's.
-        passes: how many all-to-alls a spread_reduce takes, else 1.
+        passes: how many all-to-alls a spread_reduce takes at most, else 1; one that would carry nothing is left out.
     """
 
     kind: str
