@@ -6,9 +6,9 @@
     >>> set_cost_model(load("model.json"))        # on all ranks
 
 Along each axis of a mesh an all-gather of little data is timed (its launch) and one of much (its bandwidth); hops are
-what a longer axis adds to the launch, `pairwise` what an all-to-all of little data takes more than the gather. All
-ranks take the slowest rank's medians, so that all decide alike. The model decides by seconds alone (`slack` is
-infinite).
+what a longer axis, or all axes flattened, add to the launch. Over all axes together the other collectives are timed:
+`kinds` holds how many times the delay and the transfer of each are what the gather's would make them. All ranks take
+the slowest rank's lower quartiles, so that all decide alike. The model decides by seconds alone (`slack` is infinite).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -37,43 +37,69 @@ _SMALL, _LARGE = 64, 1 << 20
 def measure(mesh: DeviceMesh, large: int = _LARGE, repeats: int = 15) -> CostModel:
     """The model of `mesh`'s links. All its ranks must call it; all get the same. `large`: elements of 4 bytes."""
     device = torch.device(mesh.device_type)
-    delays: dict[int, float] = {}
-    speeds: dict[int, float] = {}
-    more = 0.0
-    for axis, k in enumerate(mesh.shape):
-        if k == 1:
-            continue
-        comm = mesh.comm(axis)
-        shapes = lambda n, k=k: [(n,)] * k  # noqa: E731
-        small, much = torch.ones(_SMALL, device=device), torch.ones(large, device=device)
-        delay = _median(comm, lambda c=comm, x=small, s=shapes: c.all_gather(x, s(_SMALL)), repeats, device)  # type: ignore[misc]
-        long = _median(comm, lambda c=comm, x=much, s=shapes: c.all_gather(x, s(large)), repeats, device)  # type: ignore[misc]
-        swap = _median(comm, lambda c=comm, x=small, s=shapes: c.all_to_all([x] * c.size, s(_SMALL)), repeats, device)  # type: ignore[misc]
-        more = max(more, swap / delay - 1)
-        delays[axis] = delay
-        speeds[axis] = much.numel() * 4 * (k - 1) / max(long - delay, delay / 10, 1e-9)
+    axes = [a for a, k in enumerate(mesh.shape) if k > 1]
     whole = mesh.comm(tuple(range(mesh.ndim)))
-    values = [*delays.values(), *speeds.values(), _copy_speed(large, repeats, device), -more]
-    signed = [*values[: len(delays)], *(-v for v in values[len(delays) :])]
-    slowest = whole.all_reduce(torch.tensor(signed, dtype=torch.float64, device=device), "max")
-    agreed = slowest.abs().tolist()
-    *agreed, more = agreed
-    found_delays, found_speeds = agreed[: len(delays)], agreed[len(delays) : -1]
-    axes = list(delays)
+    calls = [(mesh.comm(a), _CALLS["all_gather"], n) for a in axes for n in (_SMALL, large)]
+    if axes:
+        calls += [(whole, call, n) for call in _CALLS.values() for n in (_SMALL, max(large // whole.size, _SMALL + 1))]
+    own = [_quick(comm, call(comm, n, device), repeats, device) for comm, call, n in calls]
+    own += [_copied(n, repeats, device) for n in (_SMALL, large)]
+    slowest = whole.all_reduce(torch.tensor(own, dtype=torch.float64, device=device), "max")
+    *took, kernel, copied = [max(t, 1e-9) for t in slowest.tolist()]
+    copy_bandwidth = large * 4 / copied
     if not axes:
-        return CostModel(copy_bandwidth=agreed[-1], slack=math.inf)
-    latency, hop = _line([mesh.shape[a] for a in axes], found_delays)
-    own = [max(d - hop * (mesh.shape[a] - 1), d / 10) for a, d in zip(axes, found_delays)]
+        return CostModel(copy_bandwidth=copy_bandwidth, kernel=kernel, slack=math.inf)
+    by_axis, by_kind = _pairs(took[: 2 * len(axes)]), dict(zip(_CALLS, _pairs(took[2 * len(axes) :])))
+    delays, sizes = [short for short, _ in by_axis], [mesh.shape[a] for a in axes]
+    speeds = [large * 4 * (k - 1) / max(long - short, short / 10) for k, (short, long) in zip(sizes, by_axis)]
+    latency, hop = _line([*sizes, whole.size], [*delays, by_kind["all_gather"][0]])
+    launches = [max(delay - hop * (k - 1), delay / 10) for k, delay in zip(sizes, delays)]
+    plain = CostModel(latency=max(launches), hop=hop, pairwise=0.0)
     return CostModel(
         latency=latency,
         hop=hop,
-        pairwise=more,
-        bandwidth=max(found_speeds),
-        copy_bandwidth=agreed[-1],
-        axis_latency=dict(zip(axes, own)),
-        axis_bandwidth=dict(zip(axes, found_speeds)),
+        pairwise=0.0,
+        bandwidth=max(speeds),
+        copy_bandwidth=copy_bandwidth,
+        kernel=kernel,
+        axis_latency=dict(zip(axes, launches)),
+        axis_bandwidth=dict(zip(axes, speeds)),
+        kinds=_kinds(plain, whole.size, by_kind),
         slack=math.inf,
     )
+
+
+Call = Callable[[Communicator, int, torch.device], Callable[[], object]]
+_CALLS: dict[str, Call] = {
+    "all_gather": lambda c, n, d: _bound(c.all_gather, torch.ones(n, device=d), [(n,)] * c.size),
+    "all_reduce": lambda c, n, d: _bound(c.all_reduce, torch.ones(n * c.size, device=d)),
+    "all_to_all": lambda c, n, d: _bound(c.all_to_all, [torch.ones(n, device=d)] * c.size, [(n,)] * c.size),
+    "reduce_scatter": lambda c, n, d: _bound(c.reduce_scatter, [torch.ones(n, device=d)] * c.size),
+}
+"""Collectives in which every position sends or keeps n elements for each."""
+
+
+def _bound(call: Callable[..., object], *args: object) -> Callable[[], object]:
+    return lambda: call(*args)
+
+
+def _pairs(times: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(times[::2], times[1::2]))
+
+
+def _kinds(plain: CostModel, size: int, took: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """How many times the delay and the transfer of each kind are what those of the gather make them."""
+    short, long = took["all_gather"]
+    gather, pace = plain.all_gather(size, 0), max(long - short, short / 10)
+    found = {}
+    for kind, (delay, whole) in took.items():
+        if kind == "all_gather":
+            continue
+        expected = getattr(plain, kind)(size, 0) / gather
+        twice = 2 if kind == "all_reduce" else 1
+        often, more = delay / short / expected, max(whole - delay, delay / 10) / pace / twice
+        found[kind] = min(max(often, 0.1), 10.0), min(max(more, 0.1), 10.0)
+    return found
 
 
 def _line(sizes: Sequence[int], delays: Sequence[float]) -> tuple[float, float]:
@@ -85,7 +111,7 @@ def _line(sizes: Sequence[int], delays: Sequence[float]) -> tuple[float, float]:
     return max(low[1] - hop * (low[0] - 1), low[1] / 10), hop
 
 
-def _median(comm: Communicator, call: Callable[[], object], repeats: int, device: torch.device) -> float:
+def _quick(comm: Communicator, call: Callable[[], object], repeats: int, device: torch.device) -> float:
     times = []
     for i in range(repeats + 2):
         comm.all_reduce(torch.zeros(1, device=device))
@@ -95,17 +121,22 @@ def _median(comm: Communicator, call: Callable[[], object], repeats: int, device
         _finish(device)
         if i >= 2:
             times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return _fast(times)
 
 
-def _copy_speed(large: int, repeats: int, device: torch.device) -> float:
+def _copied(large: int, repeats: int, device: torch.device) -> float:
     x, times = torch.ones(large, device=device), []
     for _ in range(repeats):
         start = time.perf_counter()
         x.clone()
         _finish(device)
         times.append(time.perf_counter() - start)
-    return large * 4 / max(statistics.median(times), 1e-9)
+    return _fast(times)
+
+
+def _fast(times: Sequence[float]) -> float:
+    """The lower quartile: what else the machine does makes times longer, never shorter."""
+    return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
 
 
 def _finish(device: torch.device) -> None:
@@ -132,6 +163,7 @@ def load(file: str | Path) -> CostModel:
     plain = json.loads(Path(file).read_text())
     for name in ("axis_latency", "axis_bandwidth"):
         plain[name] = {int(a): v for a, v in plain.get(name, {}).items()}
+    plain["kinds"] = {kind: tuple(times) for kind, times in plain.get("kinds", {}).items()}
     plain["slack"] = math.inf if plain.get("slack") is None else plain["slack"]
     plain["wire"] = {getattr(torch, own): getattr(torch, other) for own, other in plain.get("wire", {}).items()}
     return CostModel(**plain)

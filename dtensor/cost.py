@@ -6,7 +6,8 @@ A collective over `k` positions costs
 
 where a ring passes `k - 1` hops (an all-reduce twice as many) and an all-to-all takes a little more to launch.
 The numbers only have to order the alternatives rightly; they are global facts, the same on all
-ranks, so that all ranks decide alike.
+ranks, so that all ranks decide alike. Where a backend works in other ways (gloo sends the messages of an all-to-all
+side by side, and reduces whole what it scatters), `kinds` says how many times the delay and the transfer are.
 
     >>> CostModel().all_gather(8, 1 << 20) < CostModel().all_reduce(8, 8 << 20)
     True
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel", "current_cost_model", "set_cost_model", "use_cost_model"]
 
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
+_ONCE = (1.0, 1.0)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostModel:
@@ -55,7 +59,9 @@ class CostModel:
         pairwise: share of a launch that an all-to-all takes more: it sends more messages than a ring.
         bandwidth: bytes per second that a rank receives.
         copy_bandwidth: bytes per second of a local copy.
+        kernel: seconds to start a local op.
         axis_latency, axis_bandwidth: by mesh axis, where they differ.
+        kinds: by name of a method below (all_reduce and so on): what its delay and its transfer are multiplied by.
         slack: plans that receive more than this many times the fewest bytes are left out, and of the others those
             with the fewest collectives are compared; inf: seconds alone decide.
         wire: by dtype of a tensor, the dtype in which its pending sums and averages travel and are added up; the
@@ -67,16 +73,20 @@ class CostModel:
     pairwise: float = 0.125
     bandwidth: float = 80e9
     copy_bandwidth: float = 800e9
+    kernel: float = 0.6e-6
     axis_latency: Mapping[int, float] = field(default_factory=dict)
     axis_bandwidth: Mapping[int, float] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     slack: float = 1.05
     wire: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         speeds = [self.bandwidth, self.copy_bandwidth, *self.axis_bandwidth.values()]
-        delays = [self.latency, self.hop, self.pairwise, *self.axis_latency.values()]
+        delays = [self.latency, self.hop, self.pairwise, self.kernel, *self.axis_latency.values()]
         if min(speeds) <= 0 or min(delays) < 0:
             raise ValueError(f"CostModel: bandwidths must be positive and latencies not negative, got {self!r}")
+        if any(kind not in COLLECTIVES for kind in self.kinds) or any(min(both) <= 0 for both in self.kinds.values()):
+            raise ValueError(f"CostModel: kinds are of {', '.join(COLLECTIVES)} and must be positive, got {self.kinds}")
         if self.slack < 1:
             raise ValueError(f"CostModel: slack must be positive, at least 1, got {self.slack!r}")
         for own, other in self.wire.items():
@@ -100,36 +110,53 @@ class CostModel:
             return nbytes / self.bandwidth
         return nbytes / min([self.axis_bandwidth.get(a, self.bandwidth) for a in axes], default=self.bandwidth)
 
+    def times(self, kind: str) -> tuple[float, float]:
+        """What the delay and the transfer of a kind of collective are multiplied by."""
+        return self.kinds.get(kind, _ONCE)
+
+    def least_times(self) -> tuple[float, float]:
+        """No kind's delay and transfer are multiplied by less."""
+        every = [self.times(kind) for kind in COLLECTIVES]
+        return min([delay for delay, _ in every]), min([pace for _, pace in every])
+
+    def _takes(self, kind: str, delay: float, transfer: float) -> float:
+        often, long = self.times(kind)
+        return often * delay + long * transfer
+
     def all_gather(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
         """Every position receives the others' `local_bytes`."""
         if size <= 1:
             return 0.0
-        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes * (size - 1), axes)
+        delay = self.launch(axes) + (size - 1) * self.hop
+        return self._takes("all_gather", delay, self.transfer(local_bytes * (size - 1), axes))
 
     def reduce_scatter(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
         """Every position keeps 1/size of the reduction of `local_bytes`."""
         if size <= 1:
             return 0.0
-        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes * (size - 1) / size, axes)
+        delay = self.launch(axes) + (size - 1) * self.hop
+        return self._takes("reduce_scatter", delay, self.transfer(local_bytes * (size - 1) / size, axes))
 
     def all_reduce(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
         """Every position gets the reduction of `local_bytes`."""
         if size <= 1:
             return 0.0
-        return self.launch(axes) + 2 * (size - 1) * self.hop + self.transfer(2 * local_bytes * (size - 1) / size, axes)
+        delay = self.launch(axes) + 2 * (size - 1) * self.hop
+        return self._takes("all_reduce", delay, self.transfer(2 * local_bytes * (size - 1) / size, axes))
 
     def all_to_all(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
         """Every position sends 1/size of its `local_bytes` to each of the others."""
         if size <= 1:
             return 0.0
-        received = self.transfer(local_bytes * (size - 1) / size, axes)
-        return self.launch(axes) * (1 + self.pairwise) + (size - 1) * self.hop + received
+        delay = self.launch(axes) * (1 + self.pairwise) + (size - 1) * self.hop
+        return self._takes("all_to_all", delay, self.transfer(local_bytes * (size - 1) / size, axes))
 
     def broadcast(self, size: int, local_bytes: float, axes: Sequence[int] = ()) -> float:
         """Every position receives the `local_bytes` of one."""
         if size <= 1:
             return 0.0
-        return self.launch(axes) + (size - 1) * self.hop + self.transfer(local_bytes, axes)
+        delay = self.launch(axes) + (size - 1) * self.hop
+        return self._takes("broadcast", delay, self.transfer(local_bytes, axes))
 
     def local_copy(self, nbytes: float) -> float:
         """Copying `nbytes` in this rank's memory."""
@@ -137,8 +164,9 @@ class CostModel:
 
     def floor(self, launches: int, nbytes: float) -> float:
         """No plan of `launches` collectives that receives `nbytes` costs less: lets a search stop. Linear in both."""
-        latency = min([self.latency, *self.axis_latency.values()])
-        return launches * latency + nbytes / max([self.bandwidth, *self.axis_bandwidth.values()])
+        delay, pace = self.least_times()
+        latency = delay * min([self.latency, *self.axis_latency.values()])
+        return launches * latency + pace * nbytes / max([self.bandwidth, *self.axis_bandwidth.values()])
 
 
 _default = CostModel()

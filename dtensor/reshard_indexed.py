@@ -21,7 +21,7 @@ import torch
 
 from dtensor.comm import Communicator
 from dtensor.comm_bound import Try, carried
-from dtensor.comm_wire import carrier_of
+from dtensor.comm_wire import carrier_of, items_of
 from dtensor.reductions import Pairwise, pairwise_of
 from dtensor.reshard_geometry import Region, region_size
 from dtensor.spec import contiguous_stride
@@ -77,7 +77,7 @@ class Reduction:
 def reduction_of(op: str, dtype: torch.dtype, parts: int) -> Reduction | None:
     """The reduction of as many parts; None where it is not one of pairs in the parts' own dtype."""
     pairwise = pairwise_of(op, dtype)
-    if pairwise is None or not carried(carrier_of(dtype)):
+    if pairwise is None or not (carried(carrier_of(dtype)) or dtype == torch.complex128):
         return None
     by = parts if op == "avg" and dtype != torch.bool else 1
     return Reduction(pairwise, by, not (dtype.is_floating_point or dtype.is_complex))
@@ -85,7 +85,8 @@ def reduction_of(op: str, dtype: torch.dtype, parts: int) -> Reduction | None:
 
 def sender(comm: Communicator, leave: Sequence[int], arrive: Sequence[int], dtype: torch.dtype) -> Send | None:
     """An all-to-all of tensors of `dtype`, 1-D, contiguous."""
-    send, carrier = comm.bind_exchange(leave, arrive), carrier_of(dtype)
+    width, carrier = items_of(dtype), torch.float64 if dtype == torch.complex128 else carrier_of(dtype)
+    send = comm.bind_exchange([n * width for n in leave], [n * width for n in arrive])
     if send is None or carrier is dtype:
         return send
     move = send

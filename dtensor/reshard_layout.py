@@ -245,7 +245,7 @@ class Space:
             reduced = [a for a in have.pending if have.layout[a] is not want.layout[a]]
             whole, parts = self.put(have, reduced, _REPLICATE), self.ranks(reduced)
             n = self.carried(want.nbytes * parts - self.kept(whole, want), self.itemsize)
-            cost = self.links.over(axes).all_to_all(n) + self.model.local_copy(n) + parts * self.model.hop
+            cost = self.links.over(axes).all_to_all(n) + self.model.local_copy(n) + parts * self.model.kernel
         else:  # a slice is a view, copied only where nothing follows
             n = want.nbytes
             cost = 0.0 if kind == "slice" else self.model.local_copy(n)

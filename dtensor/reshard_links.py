@@ -22,7 +22,17 @@ __all__ = ["Link", "Links", "links_of"]
 
 _ALIKE = 1.25
 """Links whose speeds differ by less are as fast as each other: a measurement is not more exact."""
-_METHODS = ("launch", "transfer", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "local_copy", "floor")
+_METHODS = (
+    "launch",
+    "transfer",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "local_copy",
+    "floor",
+    "times",
+)
 
 
 class Link:
@@ -34,32 +44,44 @@ class Link:
         least: seconds that any collective over these axes, or over more, takes at least.
     """
 
-    __slots__ = ("_bandwidth", "_twice", "exchange", "least", "ring", "size")
+    __slots__ = ("_gather", "_reduce", "_scatter", "_swap", "exchange", "least", "ring", "size")
 
     def __init__(self, model: CostModel, size: int, axes: tuple[int, ...]) -> None:
-        launch = model.launch(axes)
-        self.size, self._bandwidth = size, model.bandwidth
+        launch, hops = model.launch(axes), (size - 1) * model.hop
+        bandwidth = model.bandwidth
         if model.axis_bandwidth:
-            self._bandwidth = min([model.axis_bandwidth.get(a, model.bandwidth) for a in axes])
-        self.ring, self._twice = launch + (size - 1) * model.hop, launch + 2 * (size - 1) * model.hop
-        self.exchange = launch * (1 + model.pairwise) + (size - 1) * model.hop
-        self.least = self.ring
+            bandwidth = min([model.axis_bandwidth.get(a, model.bandwidth) for a in axes])
+        self.size = size
+        delays = {
+            "all_gather": launch + hops, "reduce_scatter": launch + hops, "all_reduce": launch + 2 * hops,
+            "all_to_all": launch * (1 + model.pairwise) + hops,
+        }  # fmt: skip
+        times = {kind: model.times(kind) for kind in delays}
+        took = {kind: (delay * times[kind][0], times[kind][1] / bandwidth) for kind, delay in delays.items()}
+        self._gather, self._scatter = took["all_gather"], took["reduce_scatter"]
+        self._reduce, self._swap = took["all_reduce"], took["all_to_all"]
+        self.ring, self.exchange = self._gather[0], self._swap[0]
+        self.least = min([delay for delay, _ in took.values()])
 
     def all_gather(self, received: float) -> float:
         """Every position receives so many bytes from the others together."""
-        return self.ring + received / self._bandwidth
+        delay, pace = self._gather
+        return delay + received * pace
 
     def reduce_scatter(self, nbytes: float) -> float:
         """Every position puts in so many bytes and keeps its share of the reduction."""
-        return self.ring + nbytes * (self.size - 1) / self.size / self._bandwidth
+        delay, pace = self._scatter
+        return delay + nbytes * (self.size - 1) / self.size * pace
 
     def all_reduce(self, nbytes: float) -> float:
         """Every position puts in so many bytes and gets the reduction."""
-        return self._twice + 2 * nbytes * (self.size - 1) / self.size / self._bandwidth
+        delay, pace = self._reduce
+        return delay + 2 * nbytes * (self.size - 1) / self.size * pace
 
     def all_to_all(self, received: float) -> float:
         """Every position receives so many bytes from the others together."""
-        return self.exchange + received / self._bandwidth
+        delay, pace = self._swap
+        return delay + received * pace
 
 
 class _Asked(Link):
@@ -91,9 +113,10 @@ class Links:
     Attributes:
         launch: seconds that any collective takes at least, its hops included.
         pace: seconds that receiving a byte takes at least.
+        swaps: True where an all-to-all of nothing takes less time than a reduction of nothing.
     """
 
-    __slots__ = ("_groups", "_links", "_some", "_usual", "launch", "model", "pace", "sizes")
+    __slots__ = ("_groups", "_links", "_some", "_usual", "launch", "model", "pace", "sizes", "swaps")
 
     def __init__(self, model: CostModel, sizes: tuple[int, ...]) -> None:
         self.model, self.sizes = model, sizes
@@ -102,9 +125,10 @@ class Links:
         self._links: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._some: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+        self.swaps = model.times("all_to_all")[0] < min(model.times("all_reduce")[0], model.times("reduce_scatter")[0])
         if self._usual and long:
-            self.launch = min([self.over((a,)).ring for a in long])
-            self.pace = min([model.transfer(1.0, (a,)) for a in long])
+            self.launch = min([self.over((a,)).least for a in long])
+            self.pace = model.least_times()[1] * min([model.transfer(1.0, (a,)) for a in long])
         else:
             self.launch, self.pace = model.floor(1, 0), model.floor(0, 1 << 20) / (1 << 20)
 

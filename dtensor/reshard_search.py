@@ -183,6 +183,11 @@ class _Search:
         one_kind = len({id(cur.layout[a]) for a in pending}) == 1
         if one_kind and receivers_take(space, dst, pending) < self._room:
             yield dst, space.step("all_to_all_reduce", talking(space, cur, dst, pending), cur, dst)
+        if one_kind and links.swaps:
+            for axes in (pending, *links.some(pending)):
+                nxt = space.put_from(cur, axes, dst)
+                if nxt is not dst:
+                    yield nxt, space.step("all_to_all_reduce", talking(space, cur, nxt, axes), cur, nxt)
         nbytes = space.carried(cur.nbytes)
         for axes in (pending, *links.some(pending)):
             if not one_kind and len({id(cur.layout[a]) for a in axes}) > 1:

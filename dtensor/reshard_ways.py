@@ -25,13 +25,17 @@ _FEW = 256
 
 
 def shot(space: Space, have: Facts, want: Facts) -> Path:
-    """One shot; by seconds, a gather and a slice where an all-to-all, which takes longer to start, is slower."""
+    """One shot; by seconds, a gather and a slice where an all-to-all is slower, or the other way round."""
     key = have, want
     found = space.shots.get(key)
     if found is None:
         found = one_shot(space, have, want)
-        if space.by_seconds and found[1] and found[1][-1].kind == "all_to_all":
+        kinds = [s.kind for s in found[1]] if space.by_seconds else []
+        if kinds[-1:] == ["all_to_all"]:
             found = _gathered(space, have, want, found)
+        elif kinds == ["slice", "all_gather"]:
+            straight = space.step("all_to_all", talkers(space, have, want)[0], have, want)
+            found = straight if straight[0] < found[0] else found
         space.shots[key] = found
     return found
 
@@ -83,7 +87,7 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
             part = space.step("reduce_scatter", cut, sliced, scattered)
             reduced = space.put(scattered, rest, _REPLICATE)
             found.append(_then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
-    if not lands:  # else the receivers' own reduction receives as much
+    if not lands or space.by_seconds:  # else the receivers' own reduction receives as much
         _by_receivers(space, src, first, sliced, dst, pending, found, room)
     return found
 
@@ -120,7 +124,7 @@ def receivers_take(space: Space, dst: Facts, pending: tuple[int, ...]) -> float:
     """Seconds that it takes at least if every rank receives the parts of what it wants."""
     parts = space.ranks(pending)
     arrives = space.carried(dst.nbytes, space.itemsize) * (parts - 1)
-    return space.links.over(pending).least + space.links.pace * arrives + parts * space.model.hop
+    return space.links.over(pending).least + space.links.pace * arrives + parts * space.model.kernel
 
 
 def talking(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:

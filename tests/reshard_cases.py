@@ -14,6 +14,7 @@ import torch
 
 from dtensor.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.reshard_step import ReshardPlan
 from dtensor.spec import Spec, contiguous_stride
 
 Layout = tuple[Placement, ...]
@@ -94,3 +95,9 @@ def part_of(x: torch.Tensor, op: str, k: int, at: int) -> torch.Tensor:
 def spec_of(mesh: DeviceMesh, layout: Layout, full: torch.Tensor) -> Spec:
     """The spec of `full` in `layout`."""
     return Spec.make(mesh, layout, tuple(full.shape), contiguous_stride(full.shape), full.dtype)
+
+
+def as_many(seen: Sequence[int], plan: ReshardPlan) -> bool:
+    """True for as many collectives as planned; a spread reduction leaves out an all-to-all that would carry nothing."""
+    planned = len(plan.collectives)
+    return len(seen) == planned or ("spread_reduce" in plan.collectives and len(seen) < planned)

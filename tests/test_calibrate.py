@@ -34,7 +34,10 @@ def test_one_rank_has_no_links() -> None:
 
 def test_saved_models_are_read_back(tmp_path: Path) -> None:
     wired = CostModel(wire={torch.bfloat16: torch.float32})
-    for model in (wired, CostModel(axis_latency={1: 2e-6}, axis_bandwidth={0: 1e9}, slack=math.inf)):
+    links = CostModel(
+        axis_latency={1: 2e-6}, axis_bandwidth={0: 1e9}, kinds={"all_to_all": (0.5, 1.0)}, slack=math.inf
+    )  # fmt: skip
+    for model in (wired, links):
         save(model, tmp_path / "model.json")
         assert described(load(tmp_path / "model.json")) == described(model)
     (tmp_path / "model.json").write_text('{"bandwidth": 0}')
@@ -45,6 +48,7 @@ def test_saved_models_are_read_back(tmp_path: Path) -> None:
 def on_gloo(rank: int, world: int) -> None:
     model = main(["--mesh", "2,2", "--elements", "65536"])
     assert 1e5 < model.bandwidth < 1e12 and 1e-7 < model.latency < 10
+    assert set(model.kinds) == {"all_reduce", "all_to_all", "reduce_scatter"}
     with dtensor.cost.use_cost_model(model):
         mesh = init_device_mesh("cpu", (2, 2))
         x = dtensor.ones(8, 8, device_mesh=mesh, placements=[dtensor.Shard(0), dtensor.Shard(1)])

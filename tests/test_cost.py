@@ -29,6 +29,25 @@ def test_sums() -> None:
     assert model.floor(2, 100) == 3.0
 
 
+def test_kinds_of_a_backend() -> None:
+    usual = CostModel(latency=1.0, hop=0.25, bandwidth=100.0, pairwise=0.0)
+    model = CostModel(
+        latency=1.0,
+        hop=0.25,
+        bandwidth=100.0,
+        pairwise=0.0,
+        kinds={"all_to_all": (0.5, 0.75), "all_reduce": (2.0, 3.0)},
+    )
+    assert model.all_to_all(4, 400) == 0.5 * 1.75 + 0.75 * 3.0
+    assert model.all_reduce(4, 400) == 2 * 2.5 + 3 * 6.0
+    assert model.all_gather(4, 100) == usual.all_gather(4, 100)
+    assert model.floor(2, 100) == 2 * 0.5 + 0.75
+    with pytest.raises(ValueError, match="kinds are of all_gather"):
+        CostModel(kinds={"gather": (1.0, 1.0)})
+    with pytest.raises(ValueError, match="must be positive"):
+        CostModel(kinds={"all_gather": (0.0, 1.0)})
+
+
 def test_a_group_of_one_is_free() -> None:
     model = CostModel()
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reshard_cases import Layout, P, R, local_of, numbers, shard_of, spec_of
+from reshard_cases import Layout, P, R, as_many, local_of, numbers, shard_of, spec_of
 
 import dtensor
 from dtensor.comm import observers, padding_counts
@@ -193,7 +193,7 @@ def faults(mesh: DeviceMesh, full: torch.Tensor, src: Layout, dst: Layout) -> It
     observers.append(count)
     y = run_reshard(plan, x)
     observers.remove(count)
-    if len(seen) != len(plan.collectives) or sum(seen) != plan.received_elements:
+    if not as_many(seen, plan) or sum(seen) != plan.received_elements:
         yield f"counted {seen} at {coord}, planned {plan.received_elements}: {plan}"
     for axis, p in enumerate(dst):
         if isinstance(p, Partial):

@@ -23,6 +23,14 @@ MODELS = {
     "seconds": CostModel(slack=math.inf),
     "no launches": CostModel(latency=0.0, hop=0.0, pairwise=0.0, slack=math.inf),
     "slow outer axis": CostModel(axis_bandwidth={0: 1e9}, slack=math.inf),
+    "as gloo": CostModel(
+        latency=1e-3,
+        hop=1e-3,
+        bandwidth=1e9,
+        pairwise=0.0,
+        slack=math.inf,
+        kinds={"all_to_all": (0.4, 1.0), "all_reduce": (0.8, 0.8), "reduce_scatter": (1.6, 1.8)},
+    ),
 }
 
 
@@ -40,6 +48,8 @@ def test_no_path_is_shorter(mesh_shape: tuple[int, ...], shape: tuple[int, ...],
     A KiB is not worth a collective. Where launches cost nothing, a spread reduction and then a gather can be 4 % faster
     than what is looked for.
 
+    Where an all-to-all is far cheaper than a reduction, two of them, axis by axis, can be a third faster than one.
+
     By seconds a plan does not cut what it will gather; with uneven shards the estimates of single steps (of the
     largest shard each) do not add up alike on all paths.
     """
@@ -56,6 +66,7 @@ def test_no_path_is_shorter(mesh_shape: tuple[int, ...], shape: tuple[int, ...],
                 if model.by_seconds:
                     least = sum(graph.edges[s.src, s.dst]["seconds"] for s in best)
                     most = 1.25 if shape == UNEVEN else 1.04 if name == "no launches" else 1.01
+                    most = 1.35 if name == "as gloo" else most
                     assert plan.cost <= least * most, f"{plan}\n{best}"
                     continue
                 most = sum(s.nbytes for s in best if s.is_collective) * (1.05 if shape == EVEN else 1.2) + 1024

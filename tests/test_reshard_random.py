@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from reshard_cases import Layout, R, local_of, numbers, shard_of, spec_of
+from reshard_cases import Layout, R, as_many, local_of, numbers, shard_of, spec_of
 
 import dtensor
 from dtensor.comm import observers
@@ -76,7 +76,7 @@ def faults(mesh: DeviceMesh, case: Case) -> Iterator[str]:
     observers.append(count)
     y = run_reshard(plan, x)
     observers.remove(count)
-    if len(seen) != len(plan.collectives) or sum(seen) != plan.received_elements:
+    if not as_many(seen, plan) or sum(seen) != plan.received_elements:
         yield f"counted {seen} at {coord}, planned {plan.received_elements}: {plan}"
     if not torch.equal(x, before):
         yield f"wrote to its input: {plan}"

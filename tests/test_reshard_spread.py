@@ -12,7 +12,7 @@ import networkx
 import pytest
 import torch
 from gloo_ranks import run_ranks
-from reshard_cases import Layout, P, R, local_of, numbers, pairs, shard_of, spec_of
+from reshard_cases import Layout, P, R, as_many, local_of, numbers, pairs, shard_of, spec_of
 
 import dtensor
 from dtensor import reshard_run
@@ -66,7 +66,7 @@ def faults(mesh: DeviceMesh, full: torch.Tensor, todo: Sequence[tuple[Layout, La
         observers.append(count)
         y = run_reshard(plan, x)
         observers.remove(count)
-        if len(seen) > len(plan.collectives) or sum(seen) != plan.received_elements:
+        if not as_many(seen, plan) or sum(seen) != plan.received_elements:
             yield f"counted {seen} at {coord}, planned {plan.received_elements}: {plan}"
         late = run_reshard(plan, x.clone(), async_op=True) + 0
         if not torch.equal(x, before) or not y.is_contiguous() or not torch.equal(late, y):
@@ -229,7 +229,7 @@ def reduced_again_on_gloo(rank: int, world: int) -> None:
     kinds = [
         ("sum", torch.float32), ("avg", torch.float64), ("sum", torch.bfloat16), ("max", torch.float32),
         ("bor", torch.bool), ("product", torch.float32), ("avg", torch.int32), ("bxor", torch.uint8),
-        ("sum", torch.complex64), ("min", torch.int64),
+        ("sum", torch.complex64), ("sum", torch.complex128), ("min", torch.int64),
     ]  # fmt: skip
     for _ in range(100):
         mesh, ndim, (op, dtype) = draw.choice(meshes), draw.choice((1, 2, 3)), draw.choice(kinds)
