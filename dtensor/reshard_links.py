@@ -113,10 +113,10 @@ class Links:
     Attributes:
         launch: seconds that any collective takes at least, its hops included.
         pace: seconds that receiving a byte takes at least.
-        swaps: True where an all-to-all of nothing takes less time than a reduction of nothing.
+        unlike: True where kinds of collectives differ by more than their hops and bytes.
     """
 
-    __slots__ = ("_groups", "_links", "_some", "_usual", "launch", "model", "pace", "sizes", "swaps")
+    __slots__ = ("_groups", "_links", "_some", "_usual", "launch", "model", "pace", "sizes", "unlike")
 
     def __init__(self, model: CostModel, sizes: tuple[int, ...]) -> None:
         self.model, self.sizes = model, sizes
@@ -125,7 +125,7 @@ class Links:
         self._links: dict[tuple[int, ...], Link] = {}
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._some: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-        self.swaps = model.times("all_to_all")[0] < min(model.times("all_reduce")[0], model.times("reduce_scatter")[0])
+        self.unlike = bool(model.kinds)
         if self._usual and long:
             self.launch = min([self.over((a,)).least for a in long])
             self.pace = model.least_times()[1] * min([model.transfer(1.0, (a,)) for a in long])

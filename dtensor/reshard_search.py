@@ -183,7 +183,7 @@ class _Search:
         one_kind = len({id(cur.layout[a]) for a in pending}) == 1
         if one_kind and receivers_take(space, dst, pending) < self._room:
             yield dst, space.step("all_to_all_reduce", talking(space, cur, dst, pending), cur, dst)
-        if one_kind and links.swaps:
+        if one_kind and links.unlike:
             for axes in (pending, *links.some(pending)):
                 nxt = space.put_from(cur, axes, dst)
                 if nxt is not dst:

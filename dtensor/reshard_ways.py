@@ -33,7 +33,7 @@ def shot(space: Space, have: Facts, want: Facts) -> Path:
         kinds = [s.kind for s in found[1]] if space.by_seconds else []
         if kinds[-1:] == ["all_to_all"]:
             found = _gathered(space, have, want, found)
-        elif kinds == ["slice", "all_gather"]:
+        elif space.links.unlike and kinds == ["slice", "all_gather"]:
             straight = space.step("all_to_all", talkers(space, have, want)[0], have, want)
             found = straight if straight[0] < found[0] else found
         space.shots[key] = found
@@ -87,7 +87,7 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
             part = space.step("reduce_scatter", cut, sliced, scattered)
             reduced = space.put(scattered, rest, _REPLICATE)
             found.append(_then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
-    if not lands or space.by_seconds:  # else the receivers' own reduction receives as much
+    if not lands or (space.by_seconds and space.links.unlike):  # else the receivers' own reduction receives as much
         _by_receivers(space, src, first, sliced, dst, pending, found, room)
     return found
 
