@@ -181,12 +181,12 @@ class _Search:
             yield sliced, space.step("slice", changed(cur, sliced), cur, sliced)
             return
         one_kind = len({id(cur.layout[a]) for a in pending}) == 1
-        if one_kind and receivers_take(space, dst, pending) < self._room:
+        if one_kind and receivers_take(space, cur, dst, pending) < self._room:
             yield dst, space.step("all_to_all_reduce", talking(space, cur, dst, pending), cur, dst)
         if one_kind and links.unlike:
             for axes in (pending, *links.some(pending)):
                 nxt = space.put_from(cur, axes, dst)
-                if nxt is not dst:
+                if nxt is not dst and receivers_take(space, cur, nxt, axes) < self._room:
                     yield nxt, space.step("all_to_all_reduce", talking(space, cur, nxt, axes), cur, nxt)
         nbytes = space.carried(cur.nbytes)
         for axes in (pending, *links.some(pending)):

@@ -22,6 +22,8 @@ __all__ = [
 _REPLICATE = Replicate()
 _FEW = 256
 """Bytes that are not worth another collective."""
+_MUCH = 1 << 20
+"""Bytes that may arrive to be reduced even if input and output are smaller together."""
 
 
 def shot(space: Space, have: Facts, want: Facts) -> Path:
@@ -98,7 +100,7 @@ def _by_receivers(
 ) -> None:  # fmt: skip
     """Add to `found`: each rank reduces what it wants; and, where less may be received so, ranks that have room do."""
     room = min([room, *(way[0] for way in found)]) if space.by_seconds else math.inf
-    if receivers_take(space, dst, pending) <= room:
+    if receivers_take(space, src, dst, pending) <= room:
         over = talking(space, src, dst, pending)
         found.append(space.step("all_to_all_reduce", over, src, dst))
         room = min(room, found[-1][0])
@@ -120,10 +122,12 @@ def scatter_takes(space: Space, cur: Facts, dst: Facts, axes: tuple[int, ...]) -
     return scatter + (space.links.launch if any(dst.dim_of[a] < 0 for a in axes) else 0.0)
 
 
-def receivers_take(space: Space, dst: Facts, pending: tuple[int, ...]) -> float:
-    """Seconds that it takes at least if every rank receives the parts of what it wants."""
+def receivers_take(space: Space, cur: Facts, dst: Facts, pending: tuple[int, ...]) -> float:
+    """Seconds that it takes at least if every rank receives the parts of what it wants; inf where that fills memory."""
     parts = space.ranks(pending)
     arrives = space.carried(dst.nbytes, space.itemsize) * (parts - 1)
+    if arrives > max(_MUCH, cur.nbytes + dst.nbytes):
+        return math.inf
     return space.links.over(pending).least + space.links.pace * arrives + parts * space.model.kernel
 
 
