@@ -33,6 +33,7 @@ MODELS = (
     CostModel(latency=0.0, hop=0.0, pairwise=0.0, slack=math.inf),
     CostModel(hop=4e-6, axis_bandwidth={0: 1e9, 1: 2e9, 2: 4e9}, slack=math.inf),
     CostModel(axis_latency={0: 2e-5}, axis_bandwidth={0: 1e7}, slack=math.inf),
+    CostModel(hop=1e-3, kinds={"all_to_all": (0.3, 0.5), "all_reduce": (0.9, 1.0)}, slack=math.inf),
 )
 CASES = 400
 
