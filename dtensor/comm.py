@@ -345,14 +345,21 @@ class Communicator(ABC):
 
         return run
 
-    def bind_reduce_scatter(self, shape: Shape, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The reduction of even parts along dim 0 of contiguous tensors, bound as by `bind_all_gather`."""
-        shape = tuple(shape)
-        return lambda x: self.reduce_scatter_flat(x.view(-1), op).wait().view(shape)
+    def bind_reduce_scatter(
+        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, op: str, dtype: torch.dtype,
+        most: int | None = None,
+    ) -> Callable[[torch.Tensor], torch.Tensor | None] | None:  # fmt: skip
+        """The reduction of what `pack` makes of contiguous tensors of `dtype`, to `shape`, bound, where there is one.
 
-    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """An all-reduce of contiguous tensors, bound as by `bind_all_gather`."""
-        return lambda x: self.all_reduce(x, op)
+        `pack` gives as many parts of one size as positions, one after the other; `most` is that size where there are
+        smaller ones, which are padded. It is given what travels instead of the tensor: other numbers, and of complex
+        ones pairs of reals along a new last dim, as `shape` and `most` have it too. The result is of `dtype`.
+        """
+        return None
+
+    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+        """An all-reduce of contiguous tensors of `dtype`, bound, where there is one."""
+        return None
 
     def bind_exchange(
         self, leave: Sequence[int], arrive: Sequence[int]
@@ -365,12 +372,9 @@ class Communicator(ABC):
         return None
 
     def bind_scatter_list(
-        self, op: str, dtype: torch.dtype
-    ) -> Callable[[list[torch.Tensor], torch.Tensor], bool] | None:
-        """A reduce-scatter of parts of unlike sizes, of `dtype`, into a tensor, bound, where there is one.
-
-        It says False where it did nothing.
-        """
+        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, op: str, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+        """As `bind_reduce_scatter`, of parts of unlike sizes that `views` gives. A result of None: nothing was done."""
         return None
 
     def pads_gather(self, sizes: Sequence[int], dtype: torch.dtype) -> bool | None:
@@ -380,12 +384,16 @@ class Communicator(ABC):
         """
         return None
 
-    def pads_scatter(self, sizes: Sequence[int], op: str, dtype: torch.dtype) -> bool | None:
+    def pads_scatter(self, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether a reduce-scatter of parts of these sizes is one of padded parts; else of a list of them.
 
-        None where neither is bound for `op` and `dtype`.
+        `sizes` are in elements of what travels, `dtype` is that of the tensor.
         """
-        return None
+        return True
+
+    def reduces_here(self, op: str, dtype: torch.dtype) -> bool:
+        """True where a reduce-scatter is an all-to-all of the parts, which are then reduced, and that is bound."""
+        return False
 
     @abstractmethod
     def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]: ...

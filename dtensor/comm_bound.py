@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtensor import comm_sent
@@ -31,11 +30,11 @@ __all__ = [
     "gather",
     "gather_into",
     "in_carrier",
+    "in_pairs",
     "later",
+    "options_of",
     "ready",
-    "reduce",
-    "reduce_scatter",
-    "scatter_list",
+    "send",
 ]
 
 Bound = Callable[[torch.Tensor], torch.Tensor]
@@ -81,6 +80,16 @@ def in_carrier(run: Try, dtype: torch.dtype) -> Try | None:
     return viewed
 
 
+def in_pairs(run: Try) -> Try:
+    """`run`, which only moves elements of float64, for complex128: given as pairs along a new last dim."""
+
+    def paired(x: torch.Tensor) -> torch.Tensor | None:
+        got = run(torch.view_as_real(x))
+        return None if got is None else torch.view_as_complex(got)
+
+    return paired
+
+
 def ready(x: torch.Tensor) -> bool:
     """True for a tensor that may be given to a bound collective, and to what is bound around it."""
     return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not _modes()
@@ -91,11 +100,12 @@ def carried(dtype: torch.dtype) -> bool:
     return dtype in _CARRIED
 
 
-_Options = tuple[Any, Any]
+Options = tuple[Any, Any]
 """Those of a call whose work is waited for by the host, and of one that joins the current stream's queue."""
 
 
-def _options(kind: Any, native: Any = None) -> _Options:
+def options_of(kind: Any, native: Any = None) -> Options:
+    """Options of a class of c10d's; `native`: the group's own op, of a reduction."""
     waited, queued = kind(), kind()
     waited.asyncOp, queued.asyncOp = True, False
     if native is not None:
@@ -103,8 +113,8 @@ def _options(kind: Any, native: Any = None) -> _Options:
     return waited, queued
 
 
-def _run(
-    place: Place, kind: str, out: torch.Tensor, x: torch.Tensor, options: _Options, call: Callable[..., Any], *args: Any
+def send(
+    place: Place, kind: str, out: torch.Tensor, x: torch.Tensor, options: Options, call: Callable[..., Any], *args: Any
 ) -> None:
     """`call(*args, one of options)`, which sends `x` and fills `out`."""
     note(place, kind, x)
@@ -119,14 +129,14 @@ def _run(
 def exchange(place: Place, general: Bound) -> Bound:
     """An all-to-all of as many even parts along dim 0 as positions; the result has the shape of what is sent."""
     call, size, whole, like = place.group.alltoall_base, place.size, torch.contiguous_format, torch.empty_like
-    options = _options(c10d.AllToAllOptions)
+    options = options_of(c10d.AllToAllOptions)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in _CARRIED:
             return general(x)
         out = like(x, memory_format=whole)
         sizes = [x.shape[0] // size] * size
-        _run(place, "all_to_all", out, x, options, call, out, x, sizes, sizes)
+        send(place, "all_to_all", out, x, options, call, out, x, sizes, sizes)
         return out
 
     return run
@@ -140,11 +150,11 @@ def exchange_into(
     The tensors are of a dtype that is `carried`.
     """
     call, leave, arrive = place.group.alltoall_base, list(leave), list(arrive)
-    options = _options(c10d.AllToAllOptions)
+    options = options_of(c10d.AllToAllOptions)
 
     def run(x: torch.Tensor, out: torch.Tensor) -> None:
         try:
-            _run(place, "all_to_all", out, x, options, call, out, x, arrive, leave)
+            send(place, "all_to_all", out, x, options, call, out, x, arrive, leave)
         except CollectiveError as e:
             if not comm_sent.fake_refused(place, x, e):
                 raise
@@ -153,70 +163,28 @@ def exchange_into(
     return run
 
 
-def _straight(
-    place: Place, kind: str, call: Callable[..., Any], options: _Options, shape: Sequence[int],
-    dtypes: frozenset[torch.dtype], general: Bound,
-) -> Bound:  # fmt: skip
-    """From one tensor, of one of `dtypes`, into a new one of `shape`."""
-    shape = tuple(shape)
+def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
+    """An all-gather along dim 0, whose result has `shape`."""
+    call, options, shape = place.group._allgather_base, options_of(c10d.AllgatherOptions), tuple(shape)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in dtypes:
+        if x.dtype not in _CARRIED:
             return general(x)
         out = x.new_empty(shape)
-        _run(place, kind, out, x, options, call, out, x)
+        send(place, "all_gather", out, x, options, call, out, x)
         return out
 
     return run
-
-
-def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
-    """An all-gather along dim 0, whose result has `shape`."""
-    options = _options(c10d.AllgatherOptions)
-    return _straight(place, "all_gather", place.group._allgather_base, options, shape, _CARRIED, general)
 
 
 def gather_into(place: Place) -> Callable[[torch.Tensor, list[torch.Tensor]], bool]:
     """An all-gather into tensors of one shape, perhaps views of one; False where the general way is to be taken."""
-    call, options = place.group.allgather, _options(c10d.AllgatherOptions)
+    call, options = place.group.allgather, options_of(c10d.AllgatherOptions)
 
     def run(x: torch.Tensor, into: list[torch.Tensor]) -> bool:
         if x.dtype not in _CARRIED or comm_sent.in_queue(x):
             return False
-        _run(place, "all_gather", x, x, options, call, [into], [x])
+        send(place, "all_gather", x, x, options, call, [into], [x])
         return True
-
-    return run
-
-
-def reduce_scatter(place: Place, shape: Sequence[int], native: Any, dtype: torch.dtype, general: Bound) -> Bound:
-    """A reduce-scatter along dim 0 of tensors of `dtype` with the group's own op `native`; the result has `shape`."""
-    options, only = _options(dist.ReduceScatterOptions, native), frozenset({dtype})
-    return _straight(place, "reduce_scatter", place.group._reduce_scatter_base, options, shape, only, general)
-
-
-def scatter_list(place: Place, native: Any) -> Callable[[list[torch.Tensor], torch.Tensor], bool]:
-    """A reduce-scatter of a list, perhaps of views, into a tensor; False where the general way is to be taken."""
-    call, options = place.group.reduce_scatter, _options(dist.ReduceScatterOptions, native)
-
-    def run(parts: list[torch.Tensor], out: torch.Tensor) -> bool:
-        if comm_sent.in_queue(out):
-            return False
-        _run(place, "reduce_scatter", out, out, options, call, [out], [parts])
-        return True
-
-    return run
-
-
-def reduce(place: Place, native: Any, dtype: torch.dtype, general: Bound) -> Bound:
-    """An all-reduce of tensors of `dtype` with the group's own op `native`."""
-    call, options = place.group.allreduce, _options(dist.AllreduceOptions, native)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not dtype:
-            return general(x)
-        out = x.clone(memory_format=torch.contiguous_format)
-        _run(place, "all_reduce", out, x, options, call, [out])
-        return out
 
     return run

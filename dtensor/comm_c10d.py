@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor import comm_bound
+from dtensor import comm_bound, comm_reduced
 from dtensor import comm_sent as sent_by
 from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
+from dtensor.comm_bound import Try
+from dtensor.comm_codes import Reduction, reduction
 from dtensor.comm_sent import Sent, issued
 from dtensor.comm_wire import (
     OPS,
-    Reduction,
     carried,
     eager,
     flat_of,
@@ -33,7 +34,6 @@ from dtensor.comm_wire import (
     packed,
     padded,
     put,
-    reduction,
     shaped,
     spaced,
     unflat,
@@ -272,9 +272,11 @@ class C10dCommunicator(Communicator):
         own = self._order is None and self.size > 1 and self._in_c
         return own and dist.get_debug_level() != dist.DebugLevel.DETAIL
 
-    def _sums(self, op: str, dtype: torch.dtype) -> bool:
-        """True where the group itself sums `dtype`, and that is what `op` asks for."""
-        return op == "sum" and reduction(op, dtype, self.size, not self._nccl) == Reduction("sum")
+    def _reduction(self, op: str, dtype: torch.dtype) -> Reduction | None:
+        """How the group reduces, for what is bound; None where nothing is, as that depends on where a tensor is."""
+        if not self._plain or (self._nccl and op in ("band", "bor", "bxor")):
+            return None
+        return reduction(op, dtype, self.size, True, bound=True)
 
     def bind_all_gather(self, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Communicator`: the group's own call. So are the following."""
@@ -286,19 +288,18 @@ class C10dCommunicator(Communicator):
         general = super().bind_all_to_all()
         return comm_bound.exchange(self, general) if self._plain else general
 
-    def bind_reduce_scatter(self, shape: Shape, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Communicator`: bound are sums, of what the group sums itself."""
-        general = super().bind_reduce_scatter(shape, op, dtype)
-        if not self._plain or not self._sums(op, dtype):
-            return general
-        return comm_bound.reduce_scatter(self, shape, dist.ReduceOp.SUM, dtype, general)
+    def bind_reduce_scatter(
+        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, op: str, dtype: torch.dtype,
+        most: int | None = None,
+    ) -> Try | None:  # fmt: skip
+        """See `Communicator`."""
+        how = self._reduction(op, dtype)
+        return None if how is None or how.wire is None else comm_reduced.reduce_scatter(self, how, pack, shape, most)
 
-    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Communicator`: bound are sums, of what the group sums itself."""
-        general = super().bind_all_reduce(op, dtype)
-        if self.size == 1 or not self._sums(op, dtype):
-            return general
-        return comm_bound.reduce(self, dist.ReduceOp.SUM, dtype, general)
+    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Try | None:
+        """See `Communicator`."""
+        how = self._reduction(op, dtype)
+        return None if how is None else comm_reduced.reduce(self, how, op, dtype)
 
     def bind_exchange(
         self, leave: Sequence[int], arrive: Sequence[int]
@@ -311,12 +312,11 @@ class C10dCommunicator(Communicator):
         return comm_bound.gather_into(self) if self._plain else None
 
     def bind_scatter_list(
-        self, op: str, dtype: torch.dtype
-    ) -> Callable[[list[torch.Tensor], torch.Tensor], bool] | None:
-        """See `Communicator`: bound are sums, of what the group sums itself."""
-        if not self._plain or not self._sums(op, dtype):
-            return None
-        return comm_bound.scatter_list(self, dist.ReduceOp.SUM)
+        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, op: str, dtype: torch.dtype
+    ) -> Try | None:
+        """See `Communicator`."""
+        how = self._reduction(op, dtype)
+        return None if how is None or how.wire is None else comm_reduced.scatter_list(self, how, views, shape)
 
     def pads_gather(self, sizes: Sequence[int], dtype: torch.dtype) -> bool | None:
         """See `Communicator`."""
@@ -324,11 +324,14 @@ class C10dCommunicator(Communicator):
             return None
         return _gather_pads(sizes, dtype.itemsize)
 
-    def pads_scatter(self, sizes: Sequence[int], op: str, dtype: torch.dtype) -> bool | None:
+    def pads_scatter(self, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """See `Communicator`."""
-        if not self._plain or not self._sums(op, dtype):
-            return None
         return _scatter_pads(sizes, dtype.itemsize)
+
+    def reduces_here(self, op: str, dtype: torch.dtype) -> bool:
+        """See `Communicator`."""
+        how = self._reduction(op, dtype)
+        return how is not None and how.wire is None
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool

@@ -32,17 +32,18 @@ from dtensor.comm_wire import eager, waited
 from dtensor.errors import CollectiveError
 
 __all__ = [
-    "Sent", "all_gather", "all_reduce", "all_to_all", "broadcast", "fake_refused", "gathering", "in_queue", "issued",
-    "reduce_scatter",
+    "NATIVE", "Sent", "all_gather", "all_reduce", "all_to_all", "broadcast", "fake_refused", "gathering", "in_queue",
+    "issued", "reduce_scatter",
 ]  # fmt: skip
 
 _F = torch.ops._c10d_functional
 _wait: Callable[[torch.Tensor], torch.Tensor] = _F.wait_tensor.default
 
-_NATIVE = {
+NATIVE = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT, "band": dist.ReduceOp.BAND, "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
 }  # fmt: skip
+"""The groups' own reductions, by our names."""
 
 
 BLOCKING = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", os.environ.get("NCCL_BLOCKING_WAIT", "0")) == "1"
@@ -141,7 +142,7 @@ def all_reduce(place: Place, x: torch.Tensor, of: torch.Tensor, wire: str, async
         return _functional(place, "all_reduce", x.contiguous(), _F.all_reduce.default, wire)
     out = _private(waited(x), of)
     options = dist.AllreduceOptions()
-    options.reduceOp = _NATIVE[wire]  # type: ignore[assignment]
+    options.reduceOp = NATIVE[wire]  # type: ignore[assignment]
     options.asyncOp = async_op
     return issued(place, "all_reduce", out, place.group.allreduce, [out], options)
 
@@ -164,7 +165,7 @@ def reduce_scatter(place: Place, flat: torch.Tensor, wire: str, async_op: bool) 
     flat = waited(flat)
     out = flat.new_empty(flat.numel() // place.size)
     options = dist.ReduceScatterOptions()
-    options.reduceOp = _NATIVE[wire]  # type: ignore[assignment]
+    options.reduceOp = NATIVE[wire]  # type: ignore[assignment]
     options.asyncOp = async_op
     return issued(place, "reduce_scatter", out, place.group._reduce_scatter_base, out, flat, options)
 

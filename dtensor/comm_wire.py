@@ -1,33 +1,24 @@
-"""What travels over a process group: tensors as flat buffers of a dtype that every backend carries and reduces.
+"""What travels over a process group: tensors as flat buffers of a dtype that every backend carries.
 
 What a backend cannot carry is carried as something else of the same width (bool as uint8, int16 as the bits of
-float16); what it cannot reduce, or reduces differently than `dtensor.reductions.reduce_tensors` says, is encoded first
-or gathered and reduced here:
-
-    max, min of floats   as integers of the same order in which NaN is the extreme: gloo and NCCL may drop NaN
-    sum of booleans      as max of uint8
-    complex              sums as pairs of reals, products gathered
-    bit operations       native on gloo, gathered on NCCL
+float16). What it cannot reduce, or reduces differently than `dtensor.reductions.reduce_tensors` says, is encoded first
+or gathered and reduced here: `dtensor.comm_codes`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dtensor.comm import Pending, Shape
-from dtensor.reductions import check_reduction
+from dtensor.comm_codes import Step
 
 __all__ = [
-    "OPS", "Reduction", "Step", "as_one", "carried", "carrier_of", "eager", "flat_of", "items_of", "packed", "padded",
-    "put", "reduction", "shaped", "spaced", "unflat", "waited",
+    "OPS", "as_one", "carried", "carrier_of", "eager", "flat_of", "items_of", "packed", "padded",
+    "put", "shaped", "spaced", "unflat", "waited",
 ]  # fmt: skip
-
-Step = Callable[[torch.Tensor], torch.Tensor]
 
 # dtypes that backends do not carry, and what they are carried as: the same bits, the same number of elements
 _CARRIER = {
@@ -37,9 +28,6 @@ _CARRIER = {
 _CARRIER |= {
     d: torch.uint8 for n in dir(torch) if n.startswith("float8") and isinstance(d := getattr(torch, n), torch.dtype)
 }
-# dtypes that backends do not reduce, and what they are converted to first
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_WIDER |= {d: torch.float32 for d, c in _CARRIER.items() if c == torch.uint8 and d != torch.bool}
 
 
 def eager(x: torch.Tensor) -> bool:
@@ -157,73 +145,3 @@ OPS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT, "band": dist.ReduceOp.BAND, "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
 }  # fmt: skip
-
-
-class Reduction(NamedTuple):
-    """How a backend reduces: `encode`, reduce with the backend's `wire` op, `decode`. `wire` None: gather instead."""
-
-    wire: str | None
-    encode: Step | None = None
-    decode: Step | None = None
-
-
-_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-
-def _ordered(op: str, dtype: torch.dtype) -> Reduction:
-    """max or min of floats by integers of the same order, NaN beyond the infinity that `op` looks for."""
-    wide = dtype if dtype in _BITS else torch.float32
-    bits = _BITS[wide]
-    mask, nan = torch.iinfo(bits).max, torch.iinfo(bits).max if op == "max" else torch.iinfo(bits).min
-
-    def encode(x: torch.Tensor) -> torch.Tensor:
-        b = x.to(wide).contiguous().view(bits)
-        return torch.where(b < 0, b ^ mask, b).masked_fill_(x.isnan(), nan)
-
-    def decode(b: torch.Tensor) -> torch.Tensor:
-        return torch.where(b < 0, b ^ mask, b).view(wide).to(dtype)
-
-    return Reduction(op, encode, decode)
-
-
-@functools.cache
-def reduction(op: str, dtype: torch.dtype, size: int, native_bits: bool) -> Reduction:
-    """How a group of `size` reduces `dtype` with `op`. Raises as `check_reduction` does."""
-    p = check_reduction(op, dtype)
-    if op in ("band", "bor", "bxor") and not native_bits and dtype != torch.bool:
-        return Reduction(None)
-    if dtype == torch.bool:
-        return _bool_reduction(op)
-    if dtype in _WIDER:
-        wide = _WIDER[dtype]
-        inner = reduction(op, wide, size, native_bits)
-        enc, dec = inner.encode, inner.decode
-        return Reduction(
-            inner.wire,
-            (lambda x: enc(x.to(wide))) if enc else (lambda x: x.to(wide)),
-            (lambda x: dec(x).to(dtype)) if dec else (lambda x: x.to(dtype)),
-        )
-    if dtype == torch.uint64:
-        return Reduction(None)
-    if dtype.is_complex:
-        if op not in ("sum", "avg") or dtype == torch.complex32:
-            return Reduction(None)
-        return Reduction(op, lambda x: torch.view_as_real(x.resolve_conj()), torch.view_as_complex)
-    if p is not None:
-        if p == 0:
-            return Reduction("sum")
-        return Reduction("sum", lambda x: x**p, lambda x: x ** (1 / p))
-    if dtype.is_floating_point:
-        return _ordered(op, dtype) if op in ("max", "min") else Reduction(op)
-    if op == "avg":
-        return Reduction("sum", None, lambda x: torch.div(x, size, rounding_mode="trunc"))
-    return Reduction(op)
-
-
-def _bool_reduction(op: str) -> Reduction:
-    def encode(x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous().view(torch.uint8)
-
-    if op == "bxor":
-        return Reduction("sum", encode, lambda x: (x & 1).view(torch.bool))  # parity survives uint8's wrap-around
-    return Reduction("max" if op in ("sum", "max", "bor") else "min", encode, lambda x: x.view(torch.bool))

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 import torch
 
 from dtensor.comm import Communicator
-from dtensor.comm_bound import Try, in_carrier
+from dtensor.comm_bound import Try, in_carrier, in_pairs
+from dtensor.comm_wire import items_of
 from dtensor.reshard_even import Even, Local, as_it_lies, even, joiner, stacker, taker
 from dtensor.reshard_geometry import Region
 from dtensor.reshard_partner import partner
-from dtensor.reshard_pieces import SMALL
-from dtensor.reshard_uneven import exchange_uneven, gather_uneven, scatter_uneven
+from dtensor.reshard_pieces import SMALL, paired
+from dtensor.reshard_uneven import exchange_uneven, gather_uneven, scatter_here, scatter_uneven
 
 __all__ = ["exchange_known", "gather_known", "scatter_known"]
 
@@ -32,17 +33,26 @@ def scatter_known(
     comm: Communicator, leaving: Sequence[Region], have: Shape, shape: Shape, op: str, dtype: torch.dtype
 ) -> Try | None:
     """A reduce-scatter of a tensor of shape `have`, of which `leaving[i]` is for position i; the result has `shape`."""
+    if not have:
+        return None
+    if comm.reduces_here(op, dtype):
+        return scatter_here(comm, leaving, have, shape, op, dtype)
+    if dtype.is_complex:
+        leaving, have, shape = paired(leaving), (*have, 2), (*shape, 2)
     parts = even(leaving, have)
     if parts is None or (math.prod(have) <= SMALL and not as_it_lies(parts)):
         return scatter_uneven(comm, leaving, have, shape, op, dtype)
-    stack, scatter = stacker(parts), comm.bind_reduce_scatter(shape, op, dtype)
-    return lambda x: scatter(stack(x))
+    return comm.bind_reduce_scatter(stacker(parts), shape, op, dtype)
 
 
 def gather_known(
     comm: Communicator, shapes: Sequence[Shape], into: Sequence[Region], out_shape: Shape, dtype: torch.dtype
 ) -> Try | None:
     """An all-gather of parts of one shape by way of a buffer; `into[i]` of the result is the part of position i."""
+    if items_of(dtype) > 1:
+        pairs = [(*s, 2) for s in shapes], paired(into), (*out_shape, 2)
+        even_pairs = gather_known(comm, *pairs, torch.float64) if out_shape else None
+        return None if even_pairs is None else in_pairs(even_pairs)
     known = _gather_even(comm, even(into, out_shape), out_shape, dtype)
     return known or gather_uneven(comm, shapes, into, out_shape, dtype, False)
 
@@ -63,13 +73,18 @@ def exchange_known(
     apart: int | None, dtype: torch.dtype,
 ) -> Try | None:  # fmt: skip
     """An all-to-all, as `dtensor.reshard_uneven.exchange_uneven` has it."""
+    if items_of(dtype) > 1:
+        pairs = paired(leaving), (*shape, 2), paired(into), (*out_shape, 2)
+        known_pairs = exchange_known(comm, *pairs, apart, torch.float64) if shape else None
+        return None if known_pairs is None else in_pairs(known_pairs)
     small = max(math.prod(shape), math.prod(out_shape)) <= SMALL
     if apart is not None:
         known = partner(comm, leaving, shape, into, out_shape, apart, small)
     else:
         known = None if small else _exchange_even(comm, even(leaving, shape), even(into, out_shape))
-    made = known or exchange_uneven(comm, leaving, shape, into, out_shape, apart)
-    return None if made is None else in_carrier(made, dtype)
+    if known is None:
+        return exchange_uneven(comm, leaving, shape, into, out_shape, apart, dtype)
+    return in_carrier(known, dtype)
 
 
 def _exchange_even(comm: Communicator, leaving: Even | None, into: Even | None) -> Local | None:

@@ -21,7 +21,7 @@ import torch
 from dtensor.reshard_geometry import Region, Runs, region_shape, region_size
 from dtensor.spec import contiguous_stride
 
-__all__ = ["SMALL", "Local", "Piece", "copier", "in_order", "lies", "maker", "moved", "packer", "pieces"]
+__all__ = ["SMALL", "Local", "Piece", "copier", "in_order", "lies", "maker", "moved", "packer", "paired", "pieces"]
 
 Shape = tuple[int, ...]
 Local = Callable[[torch.Tensor], torch.Tensor]
@@ -197,6 +197,11 @@ def lies(regions: Sequence[Region], whole: Shape, starts: Sequence[int], out: bo
         ends = _Side(region, whole), _Side(tuple([((0, n),) for n in part]), part, start)
         moves.append(ends[::-1] if out else ends)
     return pieces(moves)
+
+
+def paired(regions: Sequence[Region]) -> list[Region]:
+    """Regions of a tensor of complex numbers, in the same tensor as pairs of reals along a new last dim."""
+    return [(*region, ((0, 2),)) for region in regions]
 
 
 def copier(found: Sequence[Piece]) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -274,14 +274,12 @@ def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     comm, op = _comm(spec, step), _reduce_op(step)
     shape = region_shape(holdings(spec, step.dst, coord))
     gathered = op not in ("sum", "avg", "max", "min") or not (spec.dtype.is_floating_point or spec.dtype == torch.int64)
-    bound = comm.bind_all_reduce(op, step.wire or spec.dtype)
+    dtype = step.wire or spec.dtype
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
-        if not async_op and ready(x):
-            return bound(x)
         return comm.all_reduce(_private(x, async_op and gathered), op, async_op=async_op)  # else sent as a copy
 
-    return _in_wire(run, step, shape)
+    return _in_wire(_once_bound(lambda: comm.bind_all_reduce(op, dtype), dtype, run), step, shape)
 
 
 def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:

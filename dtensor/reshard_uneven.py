@@ -20,15 +20,16 @@ from itertools import accumulate
 import torch
 
 from dtensor.comm import Communicator, padding_counts
-from dtensor.comm_bound import Try, in_carrier
+from dtensor.comm_bound import Try, in_carrier, in_pairs
 from dtensor.comm_sent import in_queue
-from dtensor.comm_wire import carrier_of
+from dtensor.comm_wire import carrier_of, items_of
+from dtensor.reductions import reduce_tensors
 from dtensor.reshard_geometry import Region, region_shape, region_size
 from dtensor.reshard_local import Boxes, side_by_side
-from dtensor.reshard_pieces import SMALL, Local, Piece, copier, in_order, lies, maker, moved, packer
+from dtensor.reshard_pieces import SMALL, Local, Piece, copier, in_order, lies, maker, moved, packer, paired
 from dtensor.spec import contiguous_stride
 
-__all__ = ["Try", "exchange_uneven", "gather_uneven", "scatter_uneven"]
+__all__ = ["Try", "exchange_uneven", "gather_uneven", "scatter_here", "scatter_uneven"]
 
 Shape = tuple[int, ...]
 _Views = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -36,7 +37,7 @@ _Views = Callable[[torch.Tensor], list[torch.Tensor]]
 
 def exchange_uneven(
     comm: Communicator, leaving: Sequence[Region], shape: Shape, into: Sequence[Region], out_shape: Shape,
-    apart: int | None,
+    apart: int | None, dtype: torch.dtype,
 ) -> Try | None:  # fmt: skip
     """An all-to-all of a contiguous tensor of `shape`, whose `leaving[i]` goes to position i, to one of `out_shape`.
 
@@ -45,6 +46,10 @@ def exchange_uneven(
     """
     if not shape:
         return None
+    if items_of(dtype) > 1:
+        pairs = paired(leaving), (*shape, 2), paired(into), (*out_shape, 2)
+        known = exchange_uneven(comm, *pairs, apart, torch.float64)
+        return None if known is None else in_pairs(known)
     stay: list[Piece] | None = []
     if apart is not None and max(math.prod(shape), math.prod(out_shape)) > SMALL:
         if region_size(leaving[apart]):
@@ -54,7 +59,8 @@ def exchange_uneven(
     pack = packer(leaving, shape)
     if pack is None or stay is None:
         return None
-    return _exchange(comm, pack, [*map(region_size, leaving)], into, out_shape, stay)
+    made = _exchange(comm, pack, [*map(region_size, leaving)], into, out_shape, stay)
+    return None if made is None else in_carrier(made, dtype)
 
 
 def _exchange(
@@ -108,6 +114,10 @@ def gather_uneven(
 
     `straight`: padded parts are gathered into views of the result, not into a buffer.
     """
+    if items_of(dtype) > 1:
+        widths, whole = [(*s, 2) for s in shapes], (*out_shape, 2)
+        known = gather_uneven(comm, widths, paired(into), whole, torch.float64, straight) if out_shape else None
+        return None if known is None else in_pairs(known)
     sizes, carrier = [*map(math.prod, shapes)], carrier_of(dtype)
     pads = comm.pads_gather(sizes, carrier)
     if pads is None or not max(sizes) or not out_shape:
@@ -213,37 +223,38 @@ def _views(regions: Sequence[Region], whole: Shape) -> _Views:
 def scatter_uneven(
     comm: Communicator, leaving: Sequence[Region], shape: Shape, out_shape: Shape, op: str, dtype: torch.dtype
 ) -> Try | None:
-    """A reduce-scatter of a contiguous tensor of `shape`, of which `leaving[i]` is for position i."""
+    """A reduce-scatter of a contiguous tensor of `shape`, of which `leaving[i]` is for position i.
+
+    Of complex numbers all is that of pairs of reals, as `Communicator.bind_reduce_scatter` has it.
+    """
     sizes = [*map(region_size, leaving)]
     most = max(sizes)
-    pads = comm.pads_scatter(sizes, op, dtype)
-    if pads is None or not most:
+    if not most:
         return None
-    if pads is False:
-        return _scatter_list(comm, leaving, shape, out_shape, op, dtype)
+    if not comm.pads_scatter(sizes, dtype):
+        if any(len(runs) > 1 for region in leaving for runs in region):
+            return None
+        return comm.bind_scatter_list(_views(leaving, shape), out_shape, op, dtype)
     found = lies(leaving, shape, [i * most for i in range(comm.size)], False)
     if found is None:
         return None
     gaps = [(i * most + n, most - n) for i, n in enumerate(sizes) if n < most]
-    put, scatter = (
-        maker(found, (comm.size * most,), gaps),
-        comm.bind_reduce_scatter((most,), op, dtype),
-    )
-    return lambda x: scatter(put(x)).resize_(out_shape)
+    return comm.bind_reduce_scatter(maker(found, (comm.size * most,), gaps), out_shape, op, dtype, most)
 
 
-def _scatter_list(
+def scatter_here(
     comm: Communicator, leaving: Sequence[Region], shape: Shape, out_shape: Shape, op: str, dtype: torch.dtype
 ) -> Try | None:
-    bound = comm.bind_scatter_list(op, dtype)
-    if bound is None or any(len(runs) > 1 for region in leaving for runs in region):
+    """As `scatter_uneven`, where the group does not reduce: an all-to-all of the parts, which are reduced here."""
+    every = (comm.size, *out_shape)
+    rows: list[Region] = [(((i, 1),), *[((0, n),) for n in out_shape]) for i in range(comm.size)]
+    run = exchange_uneven(comm, leaving, shape, rows, every, None, dtype)
+    if run is None:
         return None
-    scatter, views = bound, _views(leaving, shape)
+    move = run
 
-    def run(x: torch.Tensor) -> torch.Tensor | None:
-        if not x.is_cpu and in_queue(x):
-            return None
-        out = x.new_empty(out_shape)
-        return out if scatter(views(x), out) else None
+    def reduced(x: torch.Tensor) -> torch.Tensor | None:
+        got = move(x)
+        return None if got is None else reduce_tensors(got.unbind(), op)
 
-    return run
+    return reduced

@@ -12,8 +12,8 @@ from gloo_ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.comm import Communicator, Pending, observers
+from dtensor.comm_codes import reduction
 from dtensor.comm_simulated import SPECIFICATION
-from dtensor.comm_wire import reduction
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.reductions import reduce_tensors
 from dtensor.simulate import Traffic, fake_world, simulate
