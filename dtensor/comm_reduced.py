@@ -54,7 +54,7 @@ def _gathered(place: Place, op: str, dtype: torch.dtype) -> Bound:
     def run(x: torch.Tensor) -> torch.Tensor:
         sent = torch.view_as_real(x) if pairs else x.view(carrier)
         every = sent.new_empty((size, *sent.shape))
-        send(place, "all_gather", every, sent, options, call, every, sent)
+        send(place, "all_gather", every, sent, options, call, every.view(-1), sent.view(-1))
         got = torch.view_as_complex(every) if pairs else every.view(dtype)
         return reduce_tensors(got.unbind(), op)
 

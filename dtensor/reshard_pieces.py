@@ -177,8 +177,21 @@ def pieces(moves: Sequence[tuple[_Side, _Side]]) -> list[Piece] | None:
         found += some
         if not some or len(found) > _MOST * 8:
             return None
-    found = _grouped(found)
+    found = _joined(_grouped(found))
     return found if len(found) <= _MOST else None
+
+
+def _joined(found: list[Piece]) -> list[Piece]:
+    """Stretches that follow each other on both sides as one."""
+    out: list[Piece] = []
+    for p in sorted(found, key=lambda p: p.there):
+        last = out[-1] if out else p
+        ends = last.at + last.size[0], last.there + last.size[0]
+        if out and p.of == p.to == last.of == last.to == (1,) and ends == (p.at, p.there):
+            out[-1] = last._replace(size=(last.size[0] + p.size[0],))
+        else:
+            out.append(p)
+    return out
 
 
 def moved(of: Region, shape: Shape, to: Region, out_shape: Shape) -> list[Piece] | None:

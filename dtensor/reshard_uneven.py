@@ -27,7 +27,6 @@ from dtensor.reductions import reduce_tensors
 from dtensor.reshard_geometry import Region, region_shape, region_size
 from dtensor.reshard_local import Boxes, side_by_side
 from dtensor.reshard_pieces import SMALL, Local, Piece, copier, in_order, lies, maker, moved, packer, paired
-from dtensor.spec import contiguous_stride
 
 __all__ = ["Try", "exchange_uneven", "gather_uneven", "scatter_here", "scatter_uneven"]
 
@@ -185,27 +184,31 @@ def _gather_into(
             return buffer.resize_(out_shape)
 
         return first
-    views = _views(into, out_shape)
-    sizes = [*map(math.prod, shapes)]
-    short = [(i, s, contiguous_stride(s)) for i, s in enumerate(shapes) if s != full and sizes[i]]
-    empty = [i for i, n in enumerate(sizes) if not n]
+    sizes, most = [*map(math.prod, shapes)], math.prod(full)
+    some = [i for i, shape in enumerate(shapes) if shape != full and sizes[i]]
+    back = lies([into[i] for i in some], out_shape, [j * most for j in range(len(some))], True)
+    if back is None:
+        return None
+    straight = [i for i, shape in enumerate(shapes) if shape == full or side_by_side(into, out_shape) is not None]
+    views, put = _views([into[i] for i in straight], out_shape), copier(back)
+    spare = len(some) + (0 in sizes), *full  # parts of no elements have one together
+    several = spare[0] > 1
+    places = [
+        straight.index(i) if shape == full else len(straight) + (some.index(i) if sizes[i] else len(some))
+        for i, shape in enumerate(shapes)
+    ]
 
     def run(x: torch.Tensor) -> torch.Tensor | None:
         if not x.is_cpu and in_queue(x):
             return None
         out = x.new_empty(out_shape)
-        parts = views(out)
-        targets = parts.copy()
-        for i, _, _ in short:
-            targets[i] = x.new_empty(full)
-        if empty:
-            nothing = x.new_empty(full)
-            for i in empty:
-                targets[i] = nothing
-        if not gather(x if fill is None else fill(x), targets):
+        if not spare[0]:
+            return out if gather(x, views(out)) else None
+        kept = x.new_empty(spare if several else full)
+        ends = [*views(out), *(kept.unbind() if several else (kept,))]
+        if not gather(x if fill is None else fill(x), [ends[i] for i in places]):
             return None
-        for i, shape, stride in short:
-            parts[i].copy_(targets[i].as_strided(shape, stride))
+        put(kept, out)
         return out
 
     return run
