@@ -166,15 +166,24 @@ def small_on_gloo(rank: int, world: int) -> None:
 
 
 def larger_on_gloo(rank: int, world: int) -> None:
-    """Parts that are copied box by box."""
-    drawn(2, (8, 8), (8, 64, 67, 130))
+    """Parts that are copied box by box, and gathered straight into the result, smaller ones by way of spare tensors."""
+    drawn(2, (8, 6), (8, 64, 67, 130))
+    line, square, bad = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2)), []
+    for dtype in (torch.float32, torch.complex128, torch.bool):
+        bad += faults(square, ((Shard(0), Shard(1)), (R, R), (67, 131), dtype, "sum"), 1)
+        bad += faults(line, ((Shard(1),), (R,), (67, 131), dtype, "sum"), 1)
+    assert not bad, bad[:3]
 
 
 def counted_on_gloo(rank: int, world: int) -> None:
-    """From the second use on nothing of what a communicator has for tensors that need a look is called."""
+    """Every dtype with every reduction, parts even, padded and listed: from the second use on nothing is called of what
+
+    a communicator has for tensors that need a look, and what is bound gives the same.
+    """
     mesh, calls, bad = init_device_mesh("cpu", (4,)), [], []
     names = ("_all_reduce", "_reduce_scatter", "_all_gather", "_all_to_all", "all_gather_flat", "all_to_all_flat")
     originals = {name: getattr(C10dCommunicator, name) for name in names}
+    shapes = itertools.cycle(((8, 8), (5, 7), (9, 67), (9, 2)))
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -186,8 +195,7 @@ def counted_on_gloo(rank: int, world: int) -> None:
     for name in names:
         setattr(C10dCommunicator, name, counting(name))
     try:
-        for i, dtype in enumerate(DTYPES):
-            shape = (8, 8) if i % 2 else (5, 7)
+        for dtype in DTYPES:
             moves: list[tuple[Placement, Placement, str]] = [
                 (Shard(0), R, ""),
                 (Shard(1), Shard(0), ""),
@@ -196,14 +204,18 @@ def counted_on_gloo(rank: int, world: int) -> None:
             for op in [op for op in OPS if reduces(op, dtype)]:
                 moves += [(Partial(op), dst, op) for dst in (R, Shard(0), Shard(1))]
             for src, dst, op in moves:
-                x, _, _ = given(mesh, ((src,), (dst,), shape, dtype, op), 0, False)
-                like = torch.empty(shape, dtype=dtype)
-                seen = []
+                shape = next(shapes)
+                x, want, exact = given(mesh, ((src,), (dst,), shape, dtype, op), 0, False)
+                like, before = torch.empty(shape, dtype=dtype), bits(x)
+                seen, got = [], []
                 for _ in range(3):
                     del calls[:]
-                    redistribute_local(x, spec_of(mesh, (src,), like), spec_of(mesh, (dst,), like))
+                    got.append(redistribute_local(x, spec_of(mesh, (src,), like), spec_of(mesh, (dst,), like)))
                     seen.append(len(calls))
-                bad += [] if seen[1:] == [0, 0] else [f"{src} -> {dst} of {shape} {dtype}: {seen}"]
+                same = op == "norm2" or torch.equal(bits(got[0]), bits(got[2]))
+                right = not exact or alike(got[2], want, op == "norm2")
+                if seen[1:] != [0, 0] or not (same and right and torch.equal(bits(x), before)):
+                    bad.append(f"{src} -> {dst} of {shape} {dtype}: {seen} {same} {right}")
     finally:
         for name in names:
             setattr(C10dCommunicator, name, originals[name])
