@@ -18,7 +18,7 @@ from typing import Generic, Literal, TypeVar, overload
 
 import torch
 
-from dtensor.reductions import check_reduction
+from dtensor.reductions import Reducing, check_reduction
 
 __all__ = ["Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "traced"]
 
@@ -346,19 +346,18 @@ class Communicator(ABC):
         return run
 
     def bind_reduce_scatter(
-        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, op: str, dtype: torch.dtype,
-        most: int | None = None,
-    ) -> Callable[[torch.Tensor], torch.Tensor | None] | None:  # fmt: skip
-        """The reduction of what `pack` makes of contiguous tensors of `dtype`, to `shape`, bound, where there is one.
+        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, what: Reducing, most: int | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+        """The reduction of what `pack` makes of contiguous tensors, to `shape`, bound, where there is one.
 
         `pack` gives as many parts of one size as positions, one after the other; `most` is that size where there are
         smaller ones, which are padded. It is given what travels instead of the tensor: other numbers, and of complex
-        ones pairs of reals along a new last dim, as `shape` and `most` have it too. The result is of `dtype`.
+        ones pairs of reals along a new last dim, as `shape` and `most` are. The result is of the tensor's dtype.
         """
         return None
 
-    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-        """An all-reduce of contiguous tensors of `dtype`, bound, where there is one."""
+    def bind_all_reduce(self, what: Reducing) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+        """An all-reduce of contiguous tensors, bound, where there is one."""
         return None
 
     def bind_exchange(
@@ -372,7 +371,7 @@ class Communicator(ABC):
         return None
 
     def bind_scatter_list(
-        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, op: str, dtype: torch.dtype
+        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, what: Reducing
     ) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
         """As `bind_reduce_scatter`, of parts of unlike sizes that `views` gives. A result of None: nothing was done."""
         return None
@@ -384,14 +383,14 @@ class Communicator(ABC):
         """
         return None
 
-    def pads_scatter(self, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    def pads_scatter(self, sizes: Sequence[int], what: Reducing) -> bool:
         """Whether a reduce-scatter of parts of these sizes is one of padded parts; else of a list of them.
 
-        `sizes` are in elements of what travels, `dtype` is that of the tensor.
+        `sizes` are in elements of what travels.
         """
         return True
 
-    def reduces_here(self, op: str, dtype: torch.dtype) -> bool:
+    def reduces_here(self, what: Reducing) -> bool:
         """True where a reduce-scatter is an all-to-all of the parts, which are then reduced, and that is bound."""
         return False
 

@@ -23,7 +23,7 @@ from dtensor import comm_bound, comm_reduced
 from dtensor import comm_sent as sent_by
 from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
 from dtensor.comm_bound import Try
-from dtensor.comm_codes import Reduction, reduction
+from dtensor.comm_codes import Reduction, reduction, widened
 from dtensor.comm_sent import Sent, issued
 from dtensor.comm_wire import (
     OPS,
@@ -39,7 +39,7 @@ from dtensor.comm_wire import (
     unflat,
     waited,
 )  # fmt: skip
-from dtensor.reductions import reduce_tensors
+from dtensor.reductions import Reducing, reduce_tensors
 
 __all__ = ["C10dCommunicator"]
 
@@ -272,11 +272,12 @@ class C10dCommunicator(Communicator):
         own = self._order is None and self.size > 1 and self._in_c
         return own and dist.get_debug_level() != dist.DebugLevel.DETAIL
 
-    def _reduction(self, op: str, dtype: torch.dtype) -> Reduction | None:
+    def _reduction(self, what: Reducing) -> Reduction | None:
         """How the group reduces, for what is bound; None where nothing is, as that depends on where a tensor is."""
-        if not self._plain or (self._nccl and op in ("band", "bor", "bxor")):
+        if not self._plain or (self._nccl and what.op in ("band", "bor", "bxor")):
             return None
-        return reduction(op, dtype, self.size, True, bound=True)
+        how = reduction(what.op, what.reduced, self.size, True, bound=True)
+        return how if what.wire is None else widened(how, what.wire, what.dtype)
 
     def bind_all_gather(self, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Communicator`: the group's own call. So are the following."""
@@ -289,17 +290,16 @@ class C10dCommunicator(Communicator):
         return comm_bound.exchange(self, general) if self._plain else general
 
     def bind_reduce_scatter(
-        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, op: str, dtype: torch.dtype,
-        most: int | None = None,
-    ) -> Try | None:  # fmt: skip
+        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, what: Reducing, most: int | None = None
+    ) -> Try | None:
         """See `Communicator`."""
-        how = self._reduction(op, dtype)
+        how = self._reduction(what)
         return None if how is None or how.wire is None else comm_reduced.reduce_scatter(self, how, pack, shape, most)
 
-    def bind_all_reduce(self, op: str, dtype: torch.dtype) -> Try | None:
+    def bind_all_reduce(self, what: Reducing) -> Try | None:
         """See `Communicator`."""
-        how = self._reduction(op, dtype)
-        return None if how is None else comm_reduced.reduce(self, how, op, dtype)
+        how = self._reduction(what)
+        return None if how is None else comm_reduced.reduce(self, how, what)
 
     def bind_exchange(
         self, leave: Sequence[int], arrive: Sequence[int]
@@ -312,10 +312,10 @@ class C10dCommunicator(Communicator):
         return comm_bound.gather_into(self) if self._plain else None
 
     def bind_scatter_list(
-        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, op: str, dtype: torch.dtype
+        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, what: Reducing
     ) -> Try | None:
         """See `Communicator`."""
-        how = self._reduction(op, dtype)
+        how = self._reduction(what)
         return None if how is None or how.wire is None else comm_reduced.scatter_list(self, how, views, shape)
 
     def pads_gather(self, sizes: Sequence[int], dtype: torch.dtype) -> bool | None:
@@ -324,13 +324,13 @@ class C10dCommunicator(Communicator):
             return None
         return _gather_pads(sizes, dtype.itemsize)
 
-    def pads_scatter(self, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    def pads_scatter(self, sizes: Sequence[int], what: Reducing) -> bool:
         """See `Communicator`."""
-        return _scatter_pads(sizes, dtype.itemsize)
+        return _scatter_pads(sizes, what.reduced.itemsize)
 
-    def reduces_here(self, op: str, dtype: torch.dtype) -> bool:
+    def reduces_here(self, what: Reducing) -> bool:
         """See `Communicator`."""
-        how = self._reduction(op, dtype)
+        how = self._reduction(what)
         return how is not None and how.wire is None
 
     def _all_to_all(

@@ -24,15 +24,15 @@ from dtensor.comm_codes import Reduction
 from dtensor.comm_failure import Place
 from dtensor.comm_sent import NATIVE
 from dtensor.comm_wire import OPS, carrier_of, items_of
-from dtensor.reductions import reduce_tensors
+from dtensor.reductions import Reducing, reduce_tensors
 
 __all__ = ["reduce", "reduce_scatter", "scatter_list"]
 
 
-def reduce(place: Place, how: Reduction, op: str, dtype: torch.dtype) -> Bound:
-    """An all-reduce of tensors of `dtype` with `op`, of any shape."""
+def reduce(place: Place, how: Reduction, what: Reducing) -> Bound:
+    """An all-reduce of tensors of any shape."""
     if how.wire is None:
-        return _gathered(place, op, dtype)
+        return _gathered(place, what)
     call, options = place.group.allreduce, options_of(dist.AllreduceOptions, NATIVE[how.wire])
     encode, decode, copied, whole = how.encode, how.decode, how.view or how.encode is None, torch.contiguous_format
 
@@ -46,10 +46,11 @@ def reduce(place: Place, how: Reduction, op: str, dtype: torch.dtype) -> Bound:
     return run
 
 
-def _gathered(place: Place, op: str, dtype: torch.dtype) -> Bound:
+def _gathered(place: Place, what: Reducing) -> Bound:
     """What the group does not reduce: all positions' tensors, reduced here."""
     call, options = place.group._allgather_base, options_of(c10d.AllgatherOptions)
-    size, carrier, pairs = place.size, carrier_of(dtype), items_of(dtype) > 1
+    op, dtype, size = what.op, what.dtype, place.size
+    carrier, pairs = carrier_of(dtype), items_of(dtype) > 1
 
     def run(x: torch.Tensor) -> torch.Tensor:
         sent = torch.view_as_real(x) if pairs else x.view(carrier)

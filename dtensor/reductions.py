@@ -10,15 +10,29 @@ norm<p>           (sum of x**p) ** (1/p), the norm of non-negative parts; norm0 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from dtensor.placement import REDUCE_OPS, Partial
 
-__all__ = ["Pairwise", "check_reduction", "pairwise_of", "reduce_tensors"]
+__all__ = ["Pairwise", "Reducing", "check_reduction", "pairwise_of", "reduce_tensors"]
 
 Pairwise = Callable[..., torch.Tensor]
 """Of two tensors of one shape, and `out`."""
+
+
+class Reducing(NamedTuple):
+    """What is reduced: tensors of `dtype` with `op`; converted to the dtype `wire` first and back at last, if any."""
+
+    op: str
+    dtype: torch.dtype
+    wire: torch.dtype | None = None
+
+    @property
+    def reduced(self) -> torch.dtype:
+        """The dtype that is reduced."""
+        return self.wire or self.dtype
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> float | None:

@@ -18,6 +18,7 @@ import torch
 from dtensor.comm import Communicator
 from dtensor.comm_bound import Try, in_carrier, in_pairs
 from dtensor.comm_wire import items_of
+from dtensor.reductions import Reducing
 from dtensor.reshard_even import Even, Local, as_it_lies, even, joiner, stacker, taker
 from dtensor.reshard_geometry import Region
 from dtensor.reshard_partner import partner
@@ -30,19 +31,19 @@ Shape = tuple[int, ...]
 
 
 def scatter_known(
-    comm: Communicator, leaving: Sequence[Region], have: Shape, shape: Shape, op: str, dtype: torch.dtype
+    comm: Communicator, leaving: Sequence[Region], have: Shape, shape: Shape, what: Reducing
 ) -> Try | None:
     """A reduce-scatter of a tensor of shape `have`, of which `leaving[i]` is for position i; the result has `shape`."""
     if not have:
         return None
-    if comm.reduces_here(op, dtype):
-        return scatter_here(comm, leaving, have, shape, op, dtype)
-    if dtype.is_complex:
+    if comm.reduces_here(what):
+        return scatter_here(comm, leaving, have, shape, what)
+    if what.reduced.is_complex:
         leaving, have, shape = paired(leaving), (*have, 2), (*shape, 2)
     parts = even(leaving, have)
     if parts is None or (math.prod(have) <= SMALL and not as_it_lies(parts)):
-        return scatter_uneven(comm, leaving, have, shape, op, dtype)
-    return comm.bind_reduce_scatter(stacker(parts), shape, op, dtype)
+        return scatter_uneven(comm, leaving, have, shape, what)
+    return comm.bind_reduce_scatter(stacker(parts), shape, what)
 
 
 def gather_known(

@@ -24,7 +24,7 @@ from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
 from dtensor.placement import Partial, Placement
-from dtensor.reductions import reduce_tensors
+from dtensor.reductions import Reducing, reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
 from dtensor.reshard_even import box, one_part
@@ -274,12 +274,12 @@ def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
     comm, op = _comm(spec, step), _reduce_op(step)
     shape = region_shape(holdings(spec, step.dst, coord))
     gathered = op not in ("sum", "avg", "max", "min") or not (spec.dtype.is_floating_point or spec.dtype == torch.int64)
-    dtype = step.wire or spec.dtype
+    what = Reducing(op, spec.dtype, step.wire)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
         return comm.all_reduce(_private(x, async_op and gathered), op, async_op=async_op)  # else sent as a copy
 
-    return _in_wire(_once_bound(lambda: comm.bind_all_reduce(op, dtype), dtype, run), step, shape)
+    return _once_bound(lambda: comm.bind_all_reduce(what), spec.dtype, _in_wire(run, step, shape))
 
 
 def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
@@ -289,8 +289,8 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
     leaving = [common(have, want)[0] for want in wants]
     take = Take(leaving, region_shape(have))
     shape = region_shape(holdings(spec, step.dst, coord))
-    alike, dtype = len({*take.sizes}) == 1, step.wire or spec.dtype
-    known = lambda: scatter_known(comm, leaving, region_shape(have), shape, op, dtype)  # noqa: E731
+    alike, what = len({*take.sizes}) == 1, Reducing(op, spec.dtype, step.wire)
+    known = lambda: scatter_known(comm, leaving, region_shape(have), shape, what)  # noqa: E731
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
         if not alike:
@@ -298,7 +298,7 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
         pending = comm.reduce_scatter_flat(take.flat(x, async_op and gathering.now is None), op, async_op=async_op)
         return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
 
-    return _in_wire(_once_bound(known, dtype, run), step, shape)
+    return _once_bound(known, spec.dtype, _in_wire(run, step, shape))
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:

@@ -23,7 +23,7 @@ from dtensor.comm import Communicator, padding_counts
 from dtensor.comm_bound import Try, in_carrier, in_pairs
 from dtensor.comm_sent import in_queue
 from dtensor.comm_wire import carrier_of, items_of
-from dtensor.reductions import reduce_tensors
+from dtensor.reductions import Reducing, reduce_tensors
 from dtensor.reshard_geometry import Region, region_shape, region_size
 from dtensor.reshard_local import Boxes, side_by_side
 from dtensor.reshard_pieces import SMALL, Local, Piece, copier, in_order, lies, maker, moved, packer, paired
@@ -224,7 +224,7 @@ def _views(regions: Sequence[Region], whole: Shape) -> _Views:
 
 
 def scatter_uneven(
-    comm: Communicator, leaving: Sequence[Region], shape: Shape, out_shape: Shape, op: str, dtype: torch.dtype
+    comm: Communicator, leaving: Sequence[Region], shape: Shape, out_shape: Shape, what: Reducing
 ) -> Try | None:
     """A reduce-scatter of a contiguous tensor of `shape`, of which `leaving[i]` is for position i.
 
@@ -234,30 +234,30 @@ def scatter_uneven(
     most = max(sizes)
     if not most:
         return None
-    if not comm.pads_scatter(sizes, dtype):
+    if not comm.pads_scatter(sizes, what):
         if any(len(runs) > 1 for region in leaving for runs in region):
             return None
-        return comm.bind_scatter_list(_views(leaving, shape), out_shape, op, dtype)
+        return comm.bind_scatter_list(_views(leaving, shape), out_shape, what)
     found = lies(leaving, shape, [i * most for i in range(comm.size)], False)
     if found is None:
         return None
     gaps = [(i * most + n, most - n) for i, n in enumerate(sizes) if n < most]
-    return comm.bind_reduce_scatter(maker(found, (comm.size * most,), gaps), out_shape, op, dtype, most)
+    return comm.bind_reduce_scatter(maker(found, (comm.size * most,), gaps), out_shape, what, most)
 
 
 def scatter_here(
-    comm: Communicator, leaving: Sequence[Region], shape: Shape, out_shape: Shape, op: str, dtype: torch.dtype
+    comm: Communicator, leaving: Sequence[Region], shape: Shape, out_shape: Shape, what: Reducing
 ) -> Try | None:
     """As `scatter_uneven`, where the group does not reduce: an all-to-all of the parts, which are reduced here."""
     every = (comm.size, *out_shape)
     rows: list[Region] = [(((i, 1),), *[((0, n),) for n in out_shape]) for i in range(comm.size)]
-    run = exchange_uneven(comm, leaving, shape, rows, every, None, dtype)
+    run = exchange_uneven(comm, leaving, shape, rows, every, None, what.dtype)
     if run is None:
         return None
     move = run
 
     def reduced(x: torch.Tensor) -> torch.Tensor | None:
         got = move(x)
-        return None if got is None else reduce_tensors(got.unbind(), op)
+        return None if got is None else reduce_tensors(got.unbind(), what.op)
 
     return reduced
