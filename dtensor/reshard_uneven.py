@@ -72,7 +72,7 @@ def _exchange(
     if landing is None or move is None:
         return None
     send, keep = move, copier(stay) if stay else None
-    straight = in_order(landing) if landing else None
+    straight = in_order(landing) if landing else 0  # nothing arrives
     if straight is not None and total == math.prod(out_shape):
 
         def whole(x: torch.Tensor) -> torch.Tensor:
