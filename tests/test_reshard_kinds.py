@@ -165,7 +165,7 @@ def drawn(seed: int, counts: Sequence[int], sizes: Sequence[int]) -> None:
 
 def small_on_gloo(rank: int, world: int) -> None:
     """Even, uneven and empty shards."""
-    drawn(1, (110, 30), (1, 2, 3, 4, 5, 7, 8, 0))
+    drawn(1, (60, 24), (1, 2, 3, 4, 5, 7, 8, 0))
 
 
 def larger_on_gloo(rank: int, world: int) -> None:
