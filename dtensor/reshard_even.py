@@ -45,40 +45,40 @@ class Even(NamedTuple):
 
 def even(regions: Sequence[Region], whole: Sequence[int]) -> Even | None:
     """The parts `regions` of a tensor of shape `whole` as an `Even`, in their order; None where they are not even."""
-    part = region_shape(regions[0])
-    if not part or not math.prod(part) or any(region_shape(r) != part for r in regions):
+    part, starts = region_shape(regions[0]), []
+    if not part or not math.prod(part):
         return None
-    if any(len(runs) != 1 for region in regions for runs in region):
-        return None
-    starts = [tuple(runs[0][0] for runs in region) for region in regions]
-    first, levels = starts[0], []
-    while len(starts) > 1:
+    for n, column in zip(part, zip(*regions)):  # dim by dim
+        if any(len(runs) != 1 or runs[0][1] != n for runs in column):
+            return None
+        starts.append([runs[0][0] for runs in column])
+    first, levels = tuple([at[0] for at in starts]), []
+    while len(starts[0]) > 1:
         level = _innermost(starts)
         if level is None:
             return None
         levels.append(level)
-        starts = starts[:: level.n]
+        starts = [at[:: level.n] for at in starts]
     return Even(tuple(whole), part, first, tuple(reversed(levels)))
 
 
-def _innermost(starts: list[Shape]) -> Level | None:
-    apart = [b - a for a, b in zip(starts[0], starts[1])]
-    moved = [d for d, n in enumerate(apart) if n]
-    if len(moved) != 1 or apart[moved[0]] < 0:
+def _innermost(starts: list[list[int]]) -> Level | None:
+    """The level of the parts that follow each other, of which the starts are given by dim."""
+    moved = [d for d, at in enumerate(starts) if at[0] != at[1]]
+    if len(moved) != 1:
         return None
-    dim, step = moved[0], apart[moved[0]]
-
-    def follows(i: int, of: int, by: int) -> bool:
-        return all(n == m + (by * step if d == dim else 0) for d, (m, n) in enumerate(zip(starts[of], starts[i])))
-
-    n = 1
-    while n < len(starts) and follows(n, 0, n):
+    dim = moved[0]
+    along, others = starts[dim], starts[:dim] + starts[dim + 1 :]
+    step, n = along[1] - along[0], 2
+    if step < 0:
+        return None
+    while n < len(along) and along[n] == along[0] + n * step and all(at[n] == at[0] for at in others):
         n += 1
-    while len(starts) % n:
+    while len(along) % n:
         n -= 1
-    if n < 2 or not all(follows(i, i - i % n, i % n) for i in range(len(starts))):
+    if n < 2 or along != [a + i * step for a in along[::n] for i in range(n)]:
         return None
-    return Level(n, dim, step)
+    return Level(n, dim, step) if all(at == [a for a in at[::n] for _ in range(n)] for at in others) else None
 
 
 def taker(parts: Even) -> tuple[Shape, Local]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -27,15 +28,15 @@ def side_by_side(regions: Sequence[Region], shape: Sequence[int]) -> int | None:
     """The dim along which `regions` lie side by side, in order, and are all of `shape`; None where they do not."""
     if not shape:
         return None
-    differ = {d for region in regions for d, n in enumerate(shape) if region[d] != ((0, n),)}
+    columns = list(zip(*regions)) or [()] * len(shape)
+    differ = [d for d, (runs, n) in enumerate(zip(columns, shape)) if runs.count(((0, n),)) < len(runs)]
     if len(differ) > 1:
         return None
-    dim = differ.pop() if differ else 0
-    at = 0
-    for region in regions:
-        if region[dim] != ((at, sum(n for _, n in region[dim])),) and region[dim]:
+    dim, at = differ[0] if differ else 0, 0
+    for runs in columns[dim]:
+        if len(runs) > 1 or (runs and runs[0][0] != at):
             return None
-        at += sum(n for _, n in region[dim])
+        at += runs[0][1] if runs else 0
     return dim if at == shape[dim] else None
 
 
@@ -109,20 +110,32 @@ class Take:
     Where all are new memory they follow each other in one buffer, ready to be sent.
     """
 
-    __slots__ = ("_blocks", "_dim", "_each", "_even", "_in_order", "_shapes", "_sizes")
-
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
+        self._regions, self._whole = regions, shape
         self._dim = side_by_side(regions, shape)
         self._in_order = self._dim is not None and all(n == 1 for n in shape[: self._dim])
-        self._sizes: list[int] = []
-        self._each: list[_TakeOne] = []
-        if self._dim is not None:
-            self._sizes = [sum(n for _, n in region[self._dim]) for region in regions]
-        else:
-            self._each = [_TakeOne(region, shape) for region in regions]
-        self._shapes = [region_shape(region) for region in regions]
-        self._blocks = [_blocks(region) for region in regions] if len(regions) > 1 and self.copies else []
-        self._even = _even(self._dim, [*map(tuple, self._shapes)])
+
+    @cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """This and what follows is made when first needed, which it may never be."""
+        return [*map(region_shape, self._regions)]
+
+    @cached_property
+    def _along(self) -> list[int]:
+        """What of `_dim` each part has."""
+        return [shape[self._dim or 0] for shape in self._shapes]
+
+    @cached_property
+    def _each(self) -> list[_TakeOne]:
+        return [] if self._dim is not None else [_TakeOne(region, self._whole) for region in self._regions]
+
+    @cached_property
+    def _blocks(self) -> list[list[_Block]]:
+        return [*map(_blocks, self._regions)] if len(self._regions) > 1 and self.copies else []
+
+    @cached_property
+    def _even(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        return _even(self._dim, self._shapes)
 
     @property
     def in_order(self) -> bool:
@@ -155,7 +168,7 @@ class Take:
     def __call__(self, x: torch.Tensor, apart: int = -1) -> list[torch.Tensor]:
         """The parts; the one numbered `apart` is in no buffer with others."""
         if self._dim is not None:
-            return list(torch.split(x, self._sizes, self._dim))
+            return list(torch.split(x, self._along, self._dim))
         if not self._blocks:
             return [one(x) for one in self._each]
         numels = [0 if i == apart else math.prod(shape) for i, shape in enumerate(self._shapes)]
@@ -192,28 +205,28 @@ class Join:
     each other in one buffer are the result as they lie.
     """
 
-    __slots__ = ("_blocks", "_dim", "_even", "_order", "_shape", "_shapes", "_sizes", "in_order", "single")
-
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
-        self._shape = tuple(shape)
-        filled = [i for i, region in enumerate(regions) if region_size(region)]
-        self._order = sorted(filled, key=lambda i: regions[i])
+        self._regions, self._shape = regions, tuple(shape)
+        self._shapes = [*map(region_shape, regions)]
+        self._sizes = [*map(math.prod, self._shapes)]
+        filled = [i for i, n in enumerate(self._sizes) if n]
+        self._order = sorted(filled, key=regions.__getitem__)
         self._dim = side_by_side([regions[i] for i in self._order], shape) if filled else None
         self.single = filled[0] if len(filled) == 1 else None
-        self.in_order = (
-            self._dim is not None and self._order == sorted(self._order) and all(n == 1 for n in shape[: self._dim])
-        )
-        self._shapes = [region_shape(region) for region in regions]
-        self._sizes = [*map(math.prod, self._shapes)]
-        self._even: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        if self._order == list(range(len(regions))):
-            even = _even(self._dim, self._shapes)
-            if even is not None and self._dim is not None:
-                split, order = even
-                self._even = tuple([split[d] for d in order]), tuple([order.index(d) for d in range(len(order))])
-        self._blocks: list[tuple[int, list[_Block]]] = []
-        if self._dim is None and self.single is None:
-            self._blocks = [(i, _blocks(regions[i])) for i in filled]
+        self.in_order = self._dim is not None and self._order == filled and all(n == 1 for n in shape[: self._dim])
+
+    @cached_property
+    def _even(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """For parts of one shape, in order: sizes of the buffer's dims, and their order in the whole."""
+        even = _even(self._dim, self._shapes) if self._order == [*range(len(self._sizes))] else None
+        if even is None:
+            return None
+        split, order = even
+        return tuple([split[d] for d in order]), tuple([order.index(d) for d in range(len(order))])
+
+    @cached_property
+    def _blocks(self) -> list[tuple[int, list[_Block]]]:
+        return [(i, _blocks(self._regions[i])) for i, n in enumerate(self._sizes) if n]
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.single is not None:

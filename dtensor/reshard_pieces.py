@@ -106,6 +106,11 @@ def _plain(given: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape, Shape]:
 def _between(of: _Side, to: _Side) -> list[Piece]:
     """The copies that bring a region of one tensor to one of another."""
     strides = contiguous_stride(of.whole), contiguous_stride(to.whole)
+    if all(len(a) == 1 == len(b) for a, b in zip(of.region, to.region)):
+        boxes = [*zip(of.region, to.region, *strides)]
+        size, read, written = _plain([(a[0][1], s, t) for a, _, s, t in boxes])
+        at, there = sum([a[0][0] * s for a, _, s, _ in boxes]), sum([b[0][0] * t for _, b, _, t in boxes])
+        return [Piece(size, read, of.start + at, written, to.start + there)]
     by_dim = [_dim(_paired(a, b), s, t) for a, b, s, t in zip(of.region, to.region, *strides)]
     if math.prod([len(d) for d in by_dim]) > _MOST:
         return []

@@ -103,6 +103,9 @@ def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
     start = tuple(q if k == 1 else p for p, q, k in zip(src.placements, dst.placements, sizes))
     if start != src.placements:
         steps.append(Step("keep", _changed(src.placements, start), src.placements, start))
+    if not any(isinstance(p, Partial) for p in (*start, *dst.placements)):
+        cost, middle = cheapest(space, start, dst.placements)
+        return ReshardPlan(src, dst, (*steps, *middle), cost)
     scaled, factor = _scale(space, start, dst)
     if scaled != start:
         steps.append(Step("scale", _changed(start, scaled), start, scaled, factor=factor))

@@ -28,7 +28,7 @@ from dtensor.reductions import Reducing, reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
 from dtensor.reshard_even import box, one_part
-from dtensor.reshard_geometry import Region, common, holdings, members, region_shape
+from dtensor.reshard_geometry import Region, common, held_along, holdings, members, region_shape, shared_along
 from dtensor.reshard_indexed import reduce_arriving
 from dtensor.reshard_known import exchange_known, gather_known, scatter_known
 from dtensor.reshard_local import Boxes, Embed, Join, Take
@@ -284,13 +284,12 @@ def _all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None
 
 def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     comm, op = _comm(spec, step), _reduce_op(step)
-    have = holdings(spec, step.src, coord)
-    wants = [holdings(spec, step.dst, other) for other in members(spec, step.axes, coord)]
-    leaving = [common(have, want)[0] for want in wants]
-    take = Take(leaving, region_shape(have))
+    have = region_shape(holdings(spec, step.src, coord))
+    leaving = shared_along(spec, step.src, step.dst, step.axes, coord)
+    take = Take(leaving, have)
     shape = region_shape(holdings(spec, step.dst, coord))
     alike, what = len({*take.sizes}) == 1, Reducing(op, spec.dtype, step.wire)
-    known = lambda: scatter_known(comm, leaving, region_shape(have), shape, what)  # noqa: E731
+    known = lambda: scatter_known(comm, leaving, have, shape, what)  # noqa: E731
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
         if not alike:
@@ -304,16 +303,16 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     """Parts that are boxes of the result, but do not follow each other in it, are gathered straight into it."""
     comm, dtype = _comm(spec, step), spec.dtype
-    want = holdings(spec, step.dst, coord)
-    parts = [holdings(spec, step.src, other) for other in members(spec, step.axes, coord)]
-    regions = [common(part, want)[1] for part in parts]
-    shapes, out_shape = [region_shape(part) for part in parts], region_shape(want)
-    join, boxes = Join(regions, out_shape), Boxes(regions, out_shape)
+    regions = shared_along(spec, step.dst, step.src, step.axes, coord)
+    shapes = [*map(region_shape, held_along(spec, step.src, step.axes, coord))]
+    out_shape = region_shape(holdings(spec, step.dst, coord))
+    join = Join(regions, out_shape)
     alike, whole = len({*shapes}) == 1, all(len(runs) < 2 for region in regions for runs in region)
     straight = whole and join.single is None and not (alike and join.in_order) and math.prod(spec.shape) > SMALL
     if alike and not straight:
         known = lambda: gather_known(comm, shapes, regions, out_shape, dtype)  # noqa: E731
         return _once_bound(known, dtype, _gather_alike(comm, join, out_shape))
+    boxes = Boxes(regions, out_shape)
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
         out = x.new_empty(out_shape) if straight else None
@@ -355,10 +354,9 @@ def _sides(
 ) -> tuple[list[tuple[int, ...]], list[Region], list[Region], tuple[int, ...], tuple[int, ...]]:
     """Who takes part; where in mine lies what goes to each, in my result what comes from each; the shapes of both."""
     have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
-    group = list(members(spec, step.axes, coord))
-    leaving = [common(have, holdings(spec, step.dst, other))[0] for other in group]
-    into = [common(holdings(spec, step.src, other), want)[1] for other in group]
-    return group, leaving, into, region_shape(have), region_shape(want)
+    leaving = shared_along(spec, step.src, step.dst, step.axes, coord)
+    into = shared_along(spec, step.dst, step.src, step.axes, coord)
+    return list(members(spec, step.axes, coord)), leaving, into, region_shape(have), region_shape(want)
 
 
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:

@@ -1,4 +1,4 @@
-"""Carrying out a reduction that is spread over the ranks: `dtensor.reshard_spread` says who reduces which piece.
+"""Carrying out a reduction that is spread over the ranks: `dtensor.reshard_division` says who reduces which piece.
 
     all-to-all 1    pending parts go to the piece's reducer, which adds them up in the order of the parts
     all-to-all 2    where there are three: sums go to the rank that adds its own part
@@ -19,12 +19,13 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm import Communicator, Pending
+from dtensor.comm_bound import carried, ready
 from dtensor.placement import Partial
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_async import unwaited
-from dtensor.reshard_geometry import Coord, common, holdings, members, region_shape
+from dtensor.reshard_division import Piece, pieces_of
+from dtensor.reshard_geometry import Coord, common, holdings, members, region_shape, region_size
 from dtensor.reshard_local import Join, Take
-from dtensor.reshard_spread import Piece, pieces_of
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec
 
@@ -40,9 +41,15 @@ Move = tuple[int, int, int]
 
 def stages(step: Step, pieces: Sequence[Piece]) -> list[list[Move]]:
     """What goes where in each all-to-all, in the order in which it is sent."""
-    parts = [(n, h, p.reducer) for n, p in enumerate(pieces) for h in p.senders if h != p.reducer]
-    sums = [(n, p.reducer, p.last) for n, p in enumerate(pieces) if p.last >= 0]
-    results = [(n, p.end, to) for n, p in enumerate(pieces) for to in p.wanting if to != p.end]
+    parts: list[Move] = []
+    sums: list[Move] = []
+    results: list[Move] = []
+    for n, (_, holders, wanting, reducer, last) in enumerate(pieces):
+        parts += [(n, h, reducer) for h in holders if h not in (last, reducer)]
+        if last >= 0:
+            sums.append((n, reducer, last))
+        end = reducer if last < 0 else last
+        results += [(n, end, to) for to in wanting if to != end]
     if step.passes == 3:
         return [parts, sums, results]
     assert not any(pieces[n].last >= 0 for n, _, _ in results)
@@ -77,35 +84,46 @@ def stage_of(spec: Spec, step: Step, coord: Coord, moves: list[Move]) -> Stage |
 class _Swap:
     """One all-to-all: which pieces go to each position and which come from it."""
 
-    __slots__ = ("_come", "_go", "_numels", "_shapes", "_stage")
+    __slots__ = ("_arrive", "_come", "_comm", "_go", "_leave", "_move", "_numels")
 
     def __init__(self, stage: Stage, me: int, pieces: Sequence[Piece]):
-        self._stage, moves = stage, stage.moves
-        self._go = [[n for n, one, to in moves if one == me and to == i] for i in stage.group]
-        self._come = [[n for n, one, to in moves if one == i and to == me] for i in stage.group]
-        self._shapes = [[region_shape(pieces[n].box) for n in some] for some in self._come]
-        self._numels = [[math.prod(shape) for shape in some] for some in self._shapes]
+        self._comm, place = stage.comm, {at: i for i, at in enumerate(stage.group)}
+        self._leave, self._arrive = [0] * len(place), [0] * len(place)
+        go: list[tuple[int, int]] = []
+        come: list[tuple[int, int, int]] = []
+        for n, one, to in stage.moves:
+            if one == me:
+                go.append((place[to], n))
+                self._leave[place[to]] += region_size(pieces[n].box)
+            elif to == me:
+                come.append((place[one], n, one))
+                self._arrive[place[one]] += region_size(pieces[n].box)
+        self._go = [n for _, n in sorted(go)]
+        self._come = [(n, one, region_shape(pieces[n].box)) for _, n, one in sorted(come)]
+        self._numels = [math.prod(shape) for _, _, shape in self._come]
+        self._move = self._comm.bind_exchange(self._leave, self._arrive)
 
     def start(self, have: Parts, like: torch.Tensor, async_op: bool) -> Callable[[], dict[int, Parts]]:
         """Send pieces of `have`. Returns what waits and gives what came, by position in the group."""
-        flats = [have[n].reshape(-1) for some in self._go for n in some]
+        flats = [have[n].reshape(-1) for n in self._go]
         sent = torch.cat(flats) if flats else like.new_empty(0)
-        sizes = [sum([have[n].numel() for n in some]) for some in self._go]
-        got = self._stage.comm.all_to_all(
-            list(torch.split(sent, sizes)), [(sum(numels),) for numels in self._numels], async_op=async_op
-        )
+        got = self._sent(sent, async_op)
 
         def finish() -> dict[int, Parts]:
-            out = {}
-            for i, flat, some, numels, shapes in zip(
-                self._stage.group, got.wait() if isinstance(got, Pending) else got,
-                self._come, self._numels, self._shapes,
-            ):  # fmt: skip
-                pieces = torch.split(flat, numels) if some else ()
-                out[i] = {n: piece.view(shape) for n, piece, shape in zip(some, pieces, shapes)}
+            out: dict[int, Parts] = {}
+            for (n, one, shape), part in zip(self._come, torch.split(got.wait(), self._numels)):
+                out.setdefault(one, {})[n] = part.view(shape)
             return out
 
         return finish
+
+    def _sent(self, flat: torch.Tensor, async_op: bool) -> Pending[torch.Tensor]:
+        """What arrives, in one tensor; `flat` goes."""
+        if self._move is None or async_op or not (carried(flat.dtype) and ready(flat)):
+            return self._comm.all_to_all_flat(flat, self._leave, self._arrive, async_op=async_op)
+        out = flat.new_empty(sum(self._numels))
+        self._move(flat, out)
+        return Pending(out)
 
 
 class Spread:

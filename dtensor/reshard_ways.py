@@ -70,6 +70,9 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
     """
     sliced = sliced_first(space, src, dst, pending)
     first: Path = (0.0, ()) if sliced is src else space.step("slice", changed(src, sliced), src, sliced)
+    sure = None if space.by_seconds else _sure(space, src, first, sliced, dst, pending)
+    if sure is not None:
+        return [sure]
     found: list[Path] = []
     lands = False
     if space.links.over(pending).all_reduce(space.carried(sliced.nbytes)) <= room:
@@ -94,17 +97,44 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
     return found
 
 
+def _sure(
+    space: Space, src: Facts, first: Path, sliced: Facts, dst: Facts, pending: tuple[int, ...]
+) -> Path | None:  # fmt: skip
+    """The way that would be chosen of all `ways`, where bytes count and a look at `dst` tells; else None.
+
+    A scatter that ends there, as nothing receives less or takes fewer collectives. Or a reduction that does, where no
+    other way receives much less and that of the receivers takes as long: all that is left has more collectives.
+    """
+    for a, (p, q) in enumerate(zip(sliced.layout, dst.layout)):
+        if p is not q and p is not _REPLICATE and a not in pending:
+            return None
+    takes = space.links.over(pending).all_reduce(space.carried(sliced.nbytes))
+    if all(dst.dim_of[a] >= 0 for a in pending):
+        if scattered_to(space, sliced, dst, pending) is not dst:
+            return None
+        part = space.step("reduce_scatter", pending, sliced, dst)
+        return _then(space, (first, part), dst, dst) if part[0] < takes else None
+    if space.wire is not None or space.put(sliced, pending, _REPLICATE) is not dst:
+        return None
+    way = _then(space, (first, space.step("all_reduce", pending, sliced, dst)), dst, dst)
+    if way[0] > receivers_take(space, src, dst, pending) or not _near(space, way, least_bytes(space, sliced, dst)):
+        return None
+    return way
+
+
 def _by_receivers(
     space: Space, src: Facts, first: Path, sliced: Facts, dst: Facts, pending: tuple[int, ...], found: list[Path],
     room: float,
 ) -> None:  # fmt: skip
     """Add to `found`: each rank reduces what it wants; and, where less may be received so, ranks that have room do."""
     room = min([room, *(way[0] for way in found)]) if space.by_seconds else math.inf
+    over: tuple[int, ...] = ()
     if receivers_take(space, src, dst, pending) <= room:
         over = talking(space, src, dst, pending)
         found.append(space.step("all_to_all_reduce", over, src, dst))
         room = min(room, found[-1][0])
-    over = talking(space, sliced, dst, pending)
+    if not over or sliced is not src:
+        over = talking(space, sliced, dst, pending)
     if space.by_seconds and 2 * space.links.over(over).least > room:
         return
     least = least_bytes(space, sliced, dst)

@@ -33,8 +33,8 @@ from dtensor.errors import LayoutError
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
 __all__ = [
-    "Interval", "Spec", "TensorMeta", "contiguous_stride", "dim_intervals", "is_even", "may_be_empty",
-    "normalize_placements", "part_of_runs",
+    "Cut", "Interval", "Spec", "TensorMeta", "contiguous_stride", "cut_runs", "dim_intervals", "is_even",
+    "may_be_empty", "normalize_placements", "part_of_runs",
 ]  # fmt: skip
 
 Interval = tuple[int, int]
@@ -84,22 +84,39 @@ def part_of_runs(runs: Sequence[Interval], lo: int, hi: int) -> list[Interval]:
 @lru_cache(maxsize=65536)
 def dim_intervals(size: int, cuts: tuple[Cut, ...]) -> tuple[Interval, ...]:
     """The intervals of a dim of `size` that are left after `cuts`, ascending; () when nothing is."""
-    runs: list[Interval] = [(0, size)] if size else []
-    for k, r, factor in cuts:
-        n = sum(length for _, length in runs)
-        outer = -(-n // factor) if factor else n
-        kept: list[Interval] = []
-        for base in range(0, n, outer) if outer else ():
-            m = min(outer, n - base)
-            c = -(-m // k)
-            kept += part_of_runs(runs, base + min(r * c, m), base + min((r + 1) * c, m))
-        runs = []
-        for start, length in kept:
-            if runs and runs[-1][0] + runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], runs[-1][1] + length)
-            else:
-                runs.append((start, length))
-    return tuple(runs)
+    runs: tuple[Interval, ...] = ((0, size),) if size else ()
+    for cut in cuts:
+        runs = cut_runs(runs, *cut)
+    return runs
+
+
+def _share(n: int, k: int, r: int) -> int:
+    """Elements that position r has of `n` that are cut over k."""
+    chunk = -(-n // k)
+    return max(min(chunk, n - r * chunk), 0)
+
+
+def cut_runs(runs: tuple[Interval, ...], k: int, r: int, factor: int) -> tuple[Interval, ...]:
+    """What a cut, whose size, position and split factor are given, leaves of `runs`, which are ascending."""
+    if factor < 2 and len(runs) == 1:
+        start, n = runs[0]
+        chunk = -(-n // k)
+        first = r * chunk
+        return ((start + first, min(chunk, n - first)),) if first < n else ()
+    n = sum([length for _, length in runs])
+    outer = -(-n // factor) if factor else n
+    kept: list[Interval] = []
+    for base in range(0, n, outer) if outer else ():
+        m = min(outer, n - base)
+        c = -(-m // k)
+        kept += part_of_runs(runs, base + min(r * c, m), base + min((r + 1) * c, m))
+    out: list[Interval] = []
+    for start, length in kept:
+        if out and out[-1][0] + out[-1][1] == start:
+            out[-1] = (out[-1][0], out[-1][1] + length)
+        else:
+            out.append((start, length))
+    return tuple(out)
 
 
 def normalize_placements(
@@ -305,7 +322,15 @@ class Spec:
 
     def local_shape_of(self, coord: Sequence[int]) -> torch.Size:
         """Shape of the shard at `coord`."""
-        return torch.Size([sum(length for _, length in runs) for runs in self.intervals_of(coord)])
+        sizes = [*self.shape]
+        for p, k, r in zip(self.placements, self.mesh.shape, coord, strict=True):
+            if isinstance(p, Shard):
+                sizes[p.dim] = _share(sizes[p.dim], k, r)
+            elif isinstance(p, StridedShard):
+                n = sizes[p.dim]
+                outer = -(-n // p.split_factor)
+                sizes[p.dim] = n // outer * _share(outer, k, r) + _share(n % outer, k, r) if n else 0
+        return torch.Size(sizes)
 
     def local_offset_of(self, coord: Sequence[int]) -> tuple[int, ...]:
         """Global index of the first element of the shard at `coord`; the dim's size where the shard is empty.

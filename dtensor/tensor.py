@@ -474,9 +474,12 @@ def _redistribute(
         return cast(DTensor, new(DTensor, moved.contiguous(), target, requires_grad=False))
     if placed == spec.placements:
         return cast(DTensor, new(DTensor, local, spec, requires_grad=False))
-    moved = redistribute_local(local, spec, spec.with_placements(placed), async_op=async_op)
+    target = spec.with_placements(placed)
+    moved = redistribute_local(local, spec, target, async_op=async_op)
     # What has moved lies contiguous in memory, so the global strides say so: views are decided by them.
-    target = Spec.make(spec.mesh, placed, spec.shape, contiguous_stride(spec.shape), spec.dtype)
+    stride = contiguous_stride(spec.shape)
+    if stride != target.stride:
+        target = target.with_meta(spec.shape, stride, spec.dtype)
     return cast(DTensor, new(DTensor, moved.contiguous(), target, requires_grad=False))
 
 

@@ -20,12 +20,13 @@ from dtensor.comm import observers
 from dtensor.cost import CostModel, use_cost_model
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Shard, StridedShard
+from dtensor.reshard_division import balanced, pieces_of
 from dtensor.reshard_geometry import region_size
 from dtensor.reshard_layout import Space
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_run import run_reshard
 from dtensor.reshard_shot import talkers
-from dtensor.reshard_spread import balanced, in_stages, pieces_of, spread
+from dtensor.reshard_spread import in_stages, spread
 from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.simulate import fake_world
 

@@ -289,8 +289,8 @@ def test_wrong_positions_are_caught(
     mesh_shape: tuple[int, ...], src: Layout, dst: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not _one_fault(mesh_shape, src, dst)
-    right = reshard_run.members
-    monkeypatch.setattr(reshard_run, "members", lambda *args: reversed(list(right(*args))))
+    for right in (reshard_run.held_along, reshard_run.shared_along):
+        monkeypatch.setattr(reshard_run, right.__name__, lambda *args, right=right: right(*args)[::-1])
     assert _one_fault(mesh_shape, src, dst)
 
 
