@@ -223,7 +223,8 @@ def reduced_again_on_gloo(rank: int, world: int) -> None:
 
     All give the same bits, in new memory; inputs stay as they are. A rank whose tensor has gaps goes the general way.
     """
-    draw, bad, tried, made = random.Random(7), [], 0, []
+    draw, bad, tried = random.Random(7), [], 0
+    made: list[object] = []
     for name in ("reduce_arriving", "small_spread"):
         setattr(reshard_run, name, counted(getattr(reshard_run, name), made))
     meshes = [init_device_mesh("cpu", shape) for shape in ((8,), (2, 4), (2, 2, 2))]
