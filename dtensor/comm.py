@@ -14,11 +14,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, overload
 
 import torch
 
 from dtensor.reductions import Reducing, check_reduction
+
+if TYPE_CHECKING:
+    from dtensor.comm_direct import Direct
 
 __all__ = ["Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "traced"]
 
@@ -393,6 +396,13 @@ class Communicator(ABC):
     def reduces_here(self, what: Reducing) -> bool:
         """True where a reduce-scatter is an all-to-all of the parts, which are then reduced, and that is bound."""
         return False
+
+    def direct(self, device_type: str) -> Direct | None:
+        """What exchanges parts of large tensors on such devices with no buffer around it; None where nothing does.
+
+        The same on all positions.
+        """
+        return None
 
     @abstractmethod
     def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]: ...

@@ -24,6 +24,7 @@ from dtensor import comm_sent as sent_by
 from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
 from dtensor.comm_bound import Try
 from dtensor.comm_codes import Reduction, reduction, widened
+from dtensor.comm_direct import Direct, direct_of
 from dtensor.comm_sent import Sent, issued
 from dtensor.comm_wire import (
     OPS,
@@ -332,6 +333,10 @@ class C10dCommunicator(Communicator):
         """See `Communicator`."""
         how = self._reduction(what)
         return how is not None and how.wire is None
+
+    def direct(self, device_type: str) -> Direct | None:
+        """See `Communicator`."""
+        return direct_of(self, device_type)
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool

@@ -16,7 +16,7 @@ import torch
 
 from dtensor.placement import REDUCE_OPS, Partial
 
-__all__ = ["Pairwise", "Reducing", "check_reduction", "pairwise_of", "reduce_tensors"]
+__all__ = ["Pairwise", "Reducing", "check_reduction", "divided", "pairwise_of", "reduce_tensors"]
 
 Pairwise = Callable[..., torch.Tensor]
 """Of two tensors of one shape, and `out`."""
@@ -86,13 +86,16 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     if p:
         return reduce_tensors([t**p for t in tensors], "sum") ** (1 / p)
     name = "sum" if p == 0 else _BOOL.get(op, op) if dtype == torch.bool else op
-    pairwise = _PAIRWISE[name]
-    total = pairwise(first, tensors[1]).contiguous()
+    both = _PAIRWISE[name]
+    total = both(first, tensors[1]).contiguous()
     for t in tensors[2:]:
-        total = pairwise(total, t, out=total)
-    if name == "avg":
-        if dtype.is_floating_point or dtype.is_complex:
-            total /= len(tensors)
-        else:
-            total = torch.div(total, len(tensors), rounding_mode="trunc")
-    return total
+        total = both(total, t, out=total)
+    return divided(total, len(tensors)) if name == "avg" else total
+
+
+def divided(total: torch.Tensor, k: int) -> torch.Tensor:
+    """A sum of `k` as their average; it may be written to."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total /= k
+        return total
+    return torch.div(total, k, rounding_mode="trunc")

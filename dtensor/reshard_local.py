@@ -107,7 +107,7 @@ class _TakeOne:
 class Take:
     """Parts of a tensor of `shape`, one for each of `regions`. Called with the tensor it gives the parts.
 
-    Where all are new memory they follow each other in one buffer, ready to be sent.
+    Where some are new memory all of several follow each other in one buffer, ready to be sent.
     """
 
     def __init__(self, regions: Sequence[Region], shape: Sequence[int]) -> None:
@@ -131,7 +131,8 @@ class Take:
 
     @cached_property
     def _blocks(self) -> list[list[_Block]]:
-        return [*map(_blocks, self._regions)] if len(self._regions) > 1 and self.copies else []
+        some = len(self._regions) > 1 and any(one.copies for one in self._each)
+        return [*map(_blocks, self._regions)] if some else []
 
     @cached_property
     def _even(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -262,9 +263,13 @@ class Embed:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_zeros(self._shape)
+        self.into(out, x)
+        return out
+
+    def into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Put `x` into the region of a tensor of the shape, which stays as it is elsewhere."""
         for block in self._blocks:
             block.put(out, x)
-        return out
 
 
 def _adjacent(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor | None:

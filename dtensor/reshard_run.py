@@ -27,6 +27,7 @@ from dtensor.placement import Partial, Placement
 from dtensor.reductions import Reducing, reduce_tensors
 from dtensor.reshard_async import arriving, belongs_to, unwaited
 from dtensor.reshard_beside import beside, can_run_beside
+from dtensor.reshard_direct import direct_exchange, direct_gather, direct_reduce, or_direct
 from dtensor.reshard_even import box, one_part
 from dtensor.reshard_geometry import Region, common, held_along, holdings, members, region_shape, shared_along
 from dtensor.reshard_indexed import reduce_arriving
@@ -297,10 +298,18 @@ def _reduce_scatter(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | 
         pending = comm.reduce_scatter_flat(take.flat(x, async_op and gathering.now is None), op, async_op=async_op)
         return Pending(finish=lambda: pending.wait().view(shape)) if async_op else pending.wait().view(shape)
 
-    return _once_bound(known, spec.dtype, _in_wire(run, step, shape))
+    direct = direct_reduce(comm, spec, step, coord, op, [[i] for i in range(comm.size)], None)
+    if direct is None:
+        return _once_bound(known, spec.dtype, _in_wire(run, step, shape))
+    return _in_wire(or_direct(direct, run, what.reduced, spec.mesh.device_type), step, shape)
 
 
 def _all_gather(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
+    comm, general = _comm(spec, step), _gather_buffered(spec, step, coord)
+    return or_direct(direct_gather(comm, spec, step, coord), general, spec.dtype, spec.mesh.device_type)
+
+
+def _gather_buffered(spec: Spec, step: Step, coord: tuple[int, ...]) -> Run:
     """Parts that are boxes of the result, but do not follow each other in it, are gathered straight into it."""
     comm, dtype = _comm(spec, step), spec.dtype
     regions = shared_along(spec, step.dst, step.src, step.axes, coord)
@@ -360,6 +369,11 @@ def _sides(
 
 
 def _all_to_all(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
+    comm, general = _comm(spec, step), _exchange_buffered(spec, step, coord)
+    return or_direct(direct_exchange(comm, spec, step, coord), general, spec.dtype, spec.mesh.device_type)
+
+
+def _exchange_buffered(spec: Spec, step: Step, coord: tuple[int, ...]) -> Run:
     """My own part goes through the collective where that saves a copy: of what is sent, or of what has come."""
     comm = _comm(spec, step)
     group, leaving, into, shape, out_shape = _sides(spec, step, coord)
@@ -435,12 +449,14 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step
 
     wire = step.wire
     wide = None if wire is None or wire.itemsize <= spec.dtype.itemsize else wire
-    comm, dtype = _comm(spec, step), spec.dtype
+    comm, dtype, on = _comm(spec, step), spec.dtype, spec.mesh.device_type
     run = exchange_others(comm, take, me, into, out_shape, finish)
+    parts = [*by_part.values()]
+    direct = direct_reduce(comm, spec, step, coord, op, parts, wide)
     if wire is None:
-        parts = [*by_part.values()]
         known = lambda: reduce_arriving(comm, leaving, shape, into, out_shape, parts, op, dtype)  # noqa: E731
-        return _once_bound(known, dtype, run)
+        return or_direct(direct, _once_bound(known, dtype, run), dtype, on)
+    run = or_direct(direct, run, dtype if wide is not None else wire, on)
     if wide is not None:
         return run
     return lambda x, async_op: run(x.to(wire), False).to(x.dtype)

@@ -406,7 +406,10 @@ MORE = {
     "all_gather": "uneven or split-factor shards travel in buffers of their own, of the result's size together",
     "reduce_scatter": "parts of a split-factor shard are laid side by side, then padded to one size",
 }
-"""Why more than input and output may be held: see `most_bytes`."""
+"""Why more than input and output may be held: see `most_bytes`.
+
+Of small tensors, as here: large ones hold no more, but for spread reductions (`tests/test_reshard_direct.py`).
+"""
 
 
 def most_bytes(collectives: tuple[str, ...], kinds: Layout, even: bool, held: int, made: int) -> int:

@@ -150,8 +150,11 @@ def _tensors(x: object) -> Iterable[torch.Tensor]:
 
 
 def _own_share(values: Iterable[object], k: int, rank: int) -> float:
-    """Part of an all-to-all's output that comes from this rank itself, from the first list of split sizes."""
+    """Part of an all-to-all's output that comes from this rank itself: the first list are split sizes, or tensors."""
     for v in values:
+        if isinstance(v, (list, tuple)) and len(v) == k and all(isinstance(t, torch.Tensor) for t in v):
+            sizes = [t.numel() for t in v]
+            return sizes[rank] / sum(sizes) if sum(sizes) else 0.0
         if isinstance(v, (list, tuple)) and len(v) == k and all(isinstance(n, int) for n in v) and sum(v):
             return float(v[rank] / sum(v))
     return 1 / k
