@@ -23,7 +23,7 @@ from dtensor.reductions import Reducing, check_reduction
 if TYPE_CHECKING:
     from dtensor.comm_direct import Direct
 
-__all__ = ["Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "traced"]
+__all__ = ["MESSAGE", "Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "traced"]
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -462,11 +462,15 @@ def traced(x: torch.Tensor) -> bool:
 
 
 class _Purpose(threading.local):
-    """`kind`: what the collective that a process group is asked for stands for, where that is another kind."""
+    """`kind`: what the collective that a process group is asked for stands for, where that is another kind.
+
+    `MESSAGE`: it is a message of a collective that observers are told of.
+    """
 
     kind: str | None = None
 
 
+MESSAGE = "message"
 purpose = _Purpose()
 
 

@@ -3,7 +3,7 @@
 A collective of one buffer wants what is sent packed, twice where two ranks want it, and what arrives is copied once
 more. gloo besides gathers into a buffer of its own, which no dispatcher sees. Here each part is a message:
 
-    gloo    one message (or several) from rank to rank over the group's own connections, not through the dispatcher
+    gloo    one message (or several) from rank to rank over the group's own connections
     NCCL    one all-to-all of lists of tensors, which may be views and may be the same one twice
 
 On gloo a part that has no memory of its own in the result (columns) arrives in pieces, in turns, in one or two spare
@@ -11,21 +11,22 @@ tensors. All that is sent is offered at once, so that no rank waits for another'
 other side asks for it: nobody keeps what has not been asked for.
 
 Which of them a group has is a function of the group and the kind of device (`Communicator.direct`), and so is the same
-on all its ranks; whether to use it is for the caller to decide, alike on all ranks. To dispatch modes messages are
-nothing; `dtensor.comm.observers` are told of one collective.
+on all its ranks; whether to use it is for the caller to decide, alike on all ranks. Dispatch modes see messages as what
+they are, sends and receives; `dtensor.comm.observers`, and so `CommDebugMode`, are told of one collective.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor.comm import observers, purpose
+from dtensor.comm import MESSAGE, observers, purpose
 from dtensor.comm_failure import Place
 from dtensor.comm_sent import in_queue, issued
 from dtensor.comm_wire import carried
@@ -43,6 +44,18 @@ _begun: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 _SPARES = 8
 """Messages at most that are received in turns at one time."""
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+@contextmanager
+def _of_a_collective() -> Iterator[None]:
+    """What is issued inside is part of a collective that `observers` are told of."""
+    before, purpose.kind = purpose.kind, MESSAGE
+    try:
+        yield
+    finally:
+        purpose.kind = before
 
 
 class Turn(NamedTuple):
@@ -122,11 +135,17 @@ class Messages(Direct):
 
     def receive(self, into: torch.Tensor, position: int, number: int) -> Any:
         """The work of the message of that number from a position."""
-        return self._backend.recv([into], self._at(position), self._tag(number))
+        if not _modes():
+            return self._backend.recv([into], self._at(position), self._tag(number))
+        with _of_a_collective():
+            return self._place.group.recv([into], self._at(position), self._tag(number))
 
     def send(self, x: torch.Tensor, position: int, number: int) -> Any:
         """The work of a message to a position."""
-        return self._backend.send([x], self._at(position), self._tag(number))
+        if not _modes():
+            return self._backend.send([x], self._at(position), self._tag(number))
+        with _of_a_collective():
+            return self._place.group.send([x], self._at(position), self._tag(number))
 
     def _tag(self, number: int) -> int:
         return _TAG + self._begun[0] % _ROUNDS * _NUMBERS + number % _NUMBERS

@@ -41,9 +41,9 @@ R = TypeVar("R")
 SAVES = 1 << 17
 """Bytes that a rank must save, at least, for its group to go this way."""
 
-COLUMNS = 1 << 22
-"""Bytes of the result of a gather of even parts that are copied to their columns, from which on it goes this way: the
-usual way takes less time below, and has its second buffer inside of gloo."""
+EVEN = 1 << 22
+"""Bytes of the result of a gather of even parts from which on it goes this way, and four times those of a part of a
+reduce-scatter: below, a collective of the group holds little besides, and is one call to whoever looks on."""
 
 
 def or_direct(
@@ -84,7 +84,7 @@ def direct_gather(comm: Communicator, spec: Spec, step: Step, coord: Coord) -> W
         padded, exact = (comm.size - 1) * max(sizes), sum(sizes) - min(sizes)
         return _bound(way, "all_gather", group) if padding_counts(padded * itemsize, exact * itemsize) else None
     boxes = len({*map(region_shape, group.have)}) == 1 and all(len(runs) < 2 for part in group.have for runs in part)
-    if boxes and made < COLUMNS and not _all_land(group):
+    if boxes and made < EVEN:
         return None
     return _bound(way, "all_gather", group)
 
@@ -135,7 +135,7 @@ def direct_reduce(
     if way is None or way.whole or total is None:
         return None
     group = Group(spec, step, coord, sent.itemsize)
-    kind, least = ("reduce_scatter", SAVES) if step.kind == "reduce_scatter" else ("all_to_all", 2 * SAVES)
+    kind, least = ("reduce_scatter", EVEN // 4) if step.kind == "reduce_scatter" else ("all_to_all", 2 * SAVES)
     if max(map(region_size, group.want)) * sent.itemsize < least:
         return None
     group.first = frozenset(parts[0] if wide is None else ())

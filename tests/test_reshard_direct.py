@@ -42,18 +42,18 @@ Run = Callable[[torch.Tensor, bool], torch.Tensor]
 def taken_for_large(piece: int = 64) -> Iterator[list[str]]:
     """Every tensor goes the direct way, in messages of `piece` bytes; gives the kinds of the exchanges."""
     seen: list[str] = []
-    before = reshard_direct.SAVES, reshard_direct.COLUMNS, messages.PIECE, Messages.exchange
+    before = reshard_direct.SAVES, reshard_direct.EVEN, messages.PIECE, Messages.exchange
 
     def exchange(self: Messages, kind: str, *args: Any) -> None:
         seen.append(kind)
         before[3](self, kind, *args)
 
-    reshard_direct.SAVES, reshard_direct.COLUMNS, messages.PIECE = 1, 1, piece
+    reshard_direct.SAVES, reshard_direct.EVEN, messages.PIECE = 1, 1, piece
     Messages.exchange = exchange  # type: ignore[method-assign, assignment]
     try:
         yield seen
     finally:
-        reshard_direct.SAVES, reshard_direct.COLUMNS, messages.PIECE, Messages.exchange = before  # type: ignore[method-assign]
+        reshard_direct.SAVES, reshard_direct.EVEN, messages.PIECE, Messages.exchange = before  # type: ignore[method-assign]
 
 
 def buffered(src: Spec, dst: Spec) -> Run:
@@ -138,18 +138,23 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 LARGE: list[tuple[tuple[int, ...], Layout, Layout, str]] = [
-    ((4,), (S0,), (R,), "messages"),
-    ((4,), (T0,), (R,), "messages"), ((4,), (S0,), (S1,), "usual"),
-    ((2, 2), (S0, S0), (R, S0), "messages"), ((2, 2), (S0, S1), (R, R), "messages if uneven"),
-    ((2, 2), (S1, S1), (R, S1), "messages"), ((2, 2), (S0, S0), (R, T0), "messages"),
-    ((2, 2), (S1, P), (T0, T0), "messages if even"), ((4,), (P,), (S1,), "messages"),
+    ((4,), (S0,), (R,), "uneven, larger"), ((4,), (T0,), (R,), "even, uneven, larger"), ((4,), (S0,), (S1,), ""),
+    ((2, 2), (S0, S0), (R, S0), "even, uneven, larger"), ((2, 2), (S0, S1), (R, R), "uneven, larger"),
+    ((2, 2), (S1, S1), (R, S1), "even, uneven, larger"), ((2, 2), (S0, S0), (R, T0), "uneven, larger"),
+    ((2, 2), (S1, P), (T0, T0), "even, larger"), ((4,), (P,), (S1,), "larger"),
 ]  # fmt: skip
+"""Of which tensors messages are sent: of 1 MiB, evenly cut or not, or of 8 MiB."""
 
 
 def large_on_gloo(rank: int, world: int) -> None:
     """At their true size: what goes this way, as one collective of the same kind and bytes; small ones do not."""
-    bad, kind_of = [], {(1024, 256): "even", (1021, 253): "uneven"}
-    for shape, small in (((1024, 256), False), ((1021, 253), False), ((64, 32), True)):
+    bad = []
+    for shape, kind_of in (
+        ((1024, 256), "even"),
+        ((1021, 253), "uneven"),
+        ((64, 32), "small"),
+        ((2048, 1024), "larger"),
+    ):
         full = numbers(shape, torch.float32)
         for mesh_shape, src, dst, how in LARGE:
             mesh = init_device_mesh("cpu", mesh_shape)
@@ -176,7 +181,7 @@ def large_on_gloo(rank: int, world: int) -> None:
             mixed = counts[0][:2] == counts[1][:2] and counts[0][1] == 1 and kind in str(counts[0][0])
             if went and abs(counts[0][2] - exact) > off:
                 bad.append(f"{src} -> {dst} of {shape}: {counts[0][2]} bytes, {exact} are lacking")
-            expected = not small and (how == "messages" or how == f"messages if {kind_of[shape]}")
+            expected = kind_of in how.split(", ")
             if not mixed or went != expected:
                 bad.append(f"{src} -> {dst} of {shape}: {went} exchanges, counted {counts}")
     assert not bad, bad
@@ -282,7 +287,7 @@ def missing_on_gloo(rank: int, world: int) -> str:
     """A rank that does not come: the error says which collective, for what, and what became of the next one."""
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=1))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    x = DTensor.from_local(torch.ones(256, 512), mesh, [S0])
+    x = DTensor.from_local(torch.ones(256, 2048), mesh, [S0])
     text = ""
     if rank != 1:
         for _ in range(2):
@@ -290,7 +295,8 @@ def missing_on_gloo(rank: int, world: int) -> str:
                 x.redistribute(mesh, [R])
             text = str(caught.value)
             assert "all_gather over axis 'tp' of the mesh (tp=4), ranks (0, 1, 2, 3), of which" in text, text
-            assert "got: float32[1024, 512] on cpu; gloo group" in text and "for: redistribute f32[1024@tp,512]" in text
+            assert "got: float32[1024, 2048] on cpu; gloo group" in text, text
+            assert "for: redistribute f32[1024@tp,2048]" in text, text
             assert "test_reshard_direct.py:" in text and "x.redistribute(mesh, [R])" in text, text
     dist.barrier()
     return text

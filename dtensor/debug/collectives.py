@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
-from dtensor.comm import purpose
+from dtensor.comm import MESSAGE, purpose
 from dtensor.placement import REDUCE_OPS
 
 __all__ = ["Collective", "CommCounts", "classify", "key_of_kind"]
@@ -116,7 +116,7 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: obje
     """The collective that an operator call is, or None."""
     name = func._schema.name
     kind = _KIND.get(name)
-    if kind is None:
+    if kind is None or purpose.kind == MESSAGE:
         return None
     values = [*args, *kwargs.values()]
     group = _group(values)
