@@ -78,13 +78,13 @@ class Direct:
 
     def exchange(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
-        arrive: Sequence[tuple[int, torch.Tensor]], turns: Sequence[Turn], room: int,
+        arrive: Sequence[tuple[int, int, torch.Tensor]], turns: Sequence[Turn], room: int,
     ) -> None:  # fmt: skip
         """One exchange, of `kind`, that fills `out` from the contiguous `x`.
 
-        `leave`: for positions, what each is sent, message by message, contiguous; `arrive`: contiguous views that
-        messages fill, one a position; `turns` come after those, in order, by way of spare tensors of at most `room`
-        elements together where one is not larger. Raises CollectiveError where the group fails.
+        `leave`: for positions, what each is sent, message by message, contiguous; `arrive`: from a position the message
+        of a number into a contiguous view; `turns` come after those, in order, by way of spare tensors of at most
+        `room` elements together where one is not larger. Raises CollectiveError where the group fails.
         """
         raise NotImplementedError
 
@@ -123,10 +123,10 @@ class Messages(Direct):
 
     def exchange(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
-        arrive: Sequence[tuple[int, torch.Tensor]], turns: Sequence[Turn], room: int,
+        arrive: Sequence[tuple[int, int, torch.Tensor]], turns: Sequence[Turn], room: int,
     ) -> None:  # fmt: skip
         """See `Direct`."""
-        received = sum([t.numel() for _, t in arrive]) + sum([t.numel for t in turns if t.position is not None])
+        received = sum([t.numel() for *_, t in arrive]) + sum([t.numel for t in turns if t.position is not None])
         if len(observers):
             observers.report(kind, self._place.ranks, received, x.itemsize)
         self._begun[0] += 1
@@ -156,7 +156,7 @@ class _UnderWay:
 
     def __init__(
         self, by: Messages, x: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
-        arrive: Sequence[tuple[int, torch.Tensor]], turns: Sequence[Turn], room: int,
+        arrive: Sequence[tuple[int, int, torch.Tensor]], turns: Sequence[Turn], room: int,
     ) -> None:  # fmt: skip
         self._by, self._turns = by, turns
         self._coming = [t for t in turns if t.position is not None]
@@ -165,7 +165,7 @@ class _UnderWay:
         spares = min(_SPARES, len(self._coming), max(1, room // most)) if most else 0
         self._spares = [x.new_empty(most) for _ in range(spares)]
         self._pending: list[tuple[Any, torch.Tensor]] = []
-        self._works = [by.receive(view, position, 0) for position, view in arrive]
+        self._works = [by.receive(view, position, number) for position, number, view in arrive]
         for _ in range(spares):
             self._ask()
         self._sent = [by.send(t, position, i) for position, some in leave for i, t in enumerate(some)]
@@ -205,13 +205,13 @@ class Lists(Direct):
 
     def exchange(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
-        arrive: Sequence[tuple[int, torch.Tensor]], turns: Sequence[Turn], room: int,
+        arrive: Sequence[tuple[int, int, torch.Tensor]], turns: Sequence[Turn], room: int,
     ) -> None:  # fmt: skip
         """See `Direct`; here `turns` are this rank's own part only."""
         place = self._place
         nothing = carried(x.new_empty(0))
         outputs, inputs = [nothing] * place.size, [nothing] * place.size
-        for position, view in arrive:
+        for position, _, view in arrive:
             outputs[place._place(position)] = carried(view)
         for position, some in leave:
             inputs[place._place(position)] = carried(some[0])

@@ -177,7 +177,7 @@ def _bound(way: Direct, kind: str, group: Group, total: _Sum | None = None) -> W
         dtype = x.dtype if total is None or total.wide is None else total.wide
         out = x.new_empty(out_shape, dtype=dtype)
         whole = out.view(-1)
-        views = [(i, whole.narrow(0, at, n)) for i, at, n in arrive]
+        views = [(i, 0, whole.narrow(0, at, n)) for i, at, n in arrive]
         turns = [Turn(a.position, a.number, a.landing.numel, a.bound(x, out)) for a in landings]
         way.exchange(kind, x, out, outgoing.of(x), views, turns, room)
         if total is not None and total.divides:

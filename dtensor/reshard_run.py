@@ -35,6 +35,7 @@ from dtensor.reshard_known import exchange_known, gather_known, scatter_known
 from dtensor.reshard_local import Boxes, Embed, Join, Take
 from dtensor.reshard_pieces import SMALL
 from dtensor.reshard_plan import plan_reshard
+from dtensor.reshard_spread_direct import direct_spread
 from dtensor.reshard_spread_run import Spread
 from dtensor.reshard_spread_small import small_spread
 from dtensor.reshard_step import ReshardPlan, Step
@@ -464,7 +465,10 @@ def _all_to_all_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step
 
 def _spread_reduce(spec: Spec, step: Step, coord: tuple[int, ...], nxt: Step | None) -> Run:
     spread, dtype = Spread(spec, step, coord), spec.dtype
-    return spread if step.wire is not None else _once_bound(lambda: small_spread(spread, dtype), dtype, spread)
+    if step.wire is not None:
+        return spread
+    general = _once_bound(lambda: small_spread(spread, dtype), dtype, spread)
+    return or_direct(direct_spread(spread, spec, step), general, dtype, spec.mesh.device_type)
 
 
 _BIND: dict[str, Callable[[Spec, Step, tuple[int, ...], Step | None], Run]] = {

@@ -29,7 +29,7 @@ from dtensor.reshard_local import Join, Take
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec
 
-__all__ = ["Move", "Spread", "Stage"]
+__all__ = ["Move", "Spread", "Stage", "stages"]
 
 Parts = dict[int, torch.Tensor]
 """By number of the piece."""
@@ -84,7 +84,7 @@ def stage_of(spec: Spec, step: Step, coord: Coord, moves: list[Move]) -> Stage |
 class _Swap:
     """One all-to-all: which pieces go to each position and which come from it."""
 
-    __slots__ = ("_arrive", "_come", "_comm", "_go", "_leave", "_move", "_numels")
+    __slots__ = ("_arrive", "_come", "_comm", "_leave", "_move", "_numels", "go")
 
     def __init__(self, stage: Stage, me: int, pieces: Sequence[Piece]):
         self._comm, place = stage.comm, {at: i for i, at in enumerate(stage.group)}
@@ -98,15 +98,13 @@ class _Swap:
             elif to == me:
                 come.append((place[one], n, one))
                 self._arrive[place[one]] += region_size(pieces[n].box)
-        self._go = [n for _, n in sorted(go)]
+        self.go = [n for _, n in sorted(go)]
         self._come = [(n, one, region_shape(pieces[n].box)) for _, n, one in sorted(come)]
         self._numels = [math.prod(shape) for _, _, shape in self._come]
         self._move = self._comm.bind_exchange(self._leave, self._arrive)
 
-    def start(self, have: Parts, like: torch.Tensor, async_op: bool) -> Callable[[], dict[int, Parts]]:
-        """Send pieces of `have`. Returns what waits and gives what came, by position in the group."""
-        flats = [have[n].reshape(-1) for n in self._go]
-        sent = torch.cat(flats) if flats else like.new_empty(0)
+    def start(self, sent: torch.Tensor, async_op: bool) -> Callable[[], dict[int, Parts]]:
+        """Send pieces, those of `go` one after the other. Returns what waits and gives what came, by who sent it."""
         got = self._sent(sent, async_op)
 
         def finish() -> dict[int, Parts]:
@@ -136,8 +134,6 @@ class Spread:
         pieces = pieces_of(spec, step, group)
         self.have, self.want = have, want = holdings(spec, step.src, coord), holdings(spec, step.dst, coord)
         self.op, self.me, self.pieces, self.wire = pending[0].reduce_op, me, pieces, step.wire
-        self.own = [n for n, p in enumerate(pieces) if me in p.holders]
-        self.take = Take([common(have, pieces[n].box)[0] for n in self.own], region_shape(have))
         self.summed = [n for n, p in enumerate(pieces) if p.reducer == me]
         self.ended = [n for n, p in enumerate(pieces) if p.last == me]
         self.wanted = [n for n, p in enumerate(pieces) if me in p.wanting]
@@ -145,14 +141,18 @@ class Spread:
         self.join = Join([common(pieces[n].box, want)[1] for n in self.wanted], self.shape)
         self.stages = [stage_of(spec, step, coord, moves) for moves in stages(step, pieces)]
         self.swaps = [None if stage is None else _Swap(stage, me, pieces) for stage in self.stages]
+        self.own = [n for n in self.summed if me in pieces[n].senders] + self.ended
+        mine = lambda some: Take([common(have, pieces[n].box)[0] for n in some], region_shape(have))  # noqa: E731
+        self.keep, self.leave = mine(self.own), mine(self.swaps[0].go if self.swaps[0] else [])
 
     def __call__(self, x: torch.Tensor, async_op: bool) -> torch.Tensor:
         x = x.clone(memory_format=torch.contiguous_format) if async_op and self.wire is None else x
         dtype = x.dtype
         if self.wire is not None:
             x = x.to(self.wire)
-        own: Parts = dict(zip(self.own, self.take(x) if self.own else ()))
-        got = self._start(0, own, x, False)()
+        first = self.swaps[0]
+        got = {} if first is None else first.start(self.leave.flat(x) if first.go else x.new_empty(0), False)()
+        own: Parts = dict(zip(self.own, self.keep(x) if self.own else ()))
         have: Parts = {}
         parts: list[torch.Tensor] = []
         for n in self.summed:
@@ -162,7 +162,9 @@ class Spread:
         del parts[:]
         got.clear()  # what came is large
         if len(self.swaps) == 3:
-            self._end(have, own, self._start(1, have, x, False)())
+            came = self._start(1, have, x, False)()
+            self._end(have, own, came)
+            came.clear()
         arriving = self._start(-1, have, x, async_op)
 
         def finish() -> torch.Tensor:
@@ -181,8 +183,16 @@ class Spread:
         return unwaited(finish, x if dtype is x.dtype else x.new_empty(0, dtype=dtype), self.shape)
 
     def _start(self, stage: int, have: Parts, like: torch.Tensor, async_op: bool) -> Callable[[], dict[int, Parts]]:
+        """A later all-to-all, of pieces of `have`; those that are not wanted here are let go of."""
         swap = self.swaps[stage]
-        return dict if swap is None else swap.start(have, like, async_op)
+        if swap is None:
+            return dict
+        flats = [have[n].reshape(-1) for n in swap.go]
+        sent = torch.cat(flats) if flats else like.new_empty(0)
+        del flats[:]
+        for n in {*swap.go}.difference(self.wanted):
+            del have[n]
+        return swap.start(sent, async_op)
 
     def _end(self, have: Parts, own: Parts, got: dict[int, Parts]) -> None:
         """Add my own part to the sums that came for that."""

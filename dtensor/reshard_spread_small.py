@@ -68,7 +68,8 @@ class _Small:
         if reduction is None or max(math.prod(have), math.prod(self._shape)) > MOST:
             raise NotImplementedError
         self._reduction = reduction
-        mine = {n: places(common(spread.have, pieces[n].box)[0], have) for n in spread.own}
+        own = [n for n, piece in enumerate(pieces) if me in piece.holders]
+        mine = {n: places(common(spread.have, pieces[n].box)[0], have) for n in own}
 
         stays = [(n, me, me) for n in spread.summed if me in pieces[n].senders]
         parts = {(me, n): mine[n] for n, _, _ in stays}

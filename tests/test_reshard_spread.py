@@ -15,7 +15,7 @@ from gloo_ranks import run_ranks
 from reshard_cases import Layout, P, R, as_many, local_of, numbers, pairs, shard_of, spec_of
 
 import dtensor
-from dtensor import reshard_run
+from dtensor import reshard_direct, reshard_run, reshard_spread_direct
 from dtensor.comm import observers
 from dtensor.cost import CostModel, use_cost_model
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
@@ -219,13 +219,14 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reduced_again_on_gloo(rank: int, world: int) -> None:
-    """Reductions by receivers and spread ones, drawn alike on all ranks: the first use, and the later ones by indexes.
+    """Reductions by receivers and spread ones, drawn alike on all ranks: first and later uses, and those by messages.
 
     All give the same bits, in new memory; inputs stay as they are. A rank whose tensor has gaps goes the general way.
     """
     draw, bad, tried = random.Random(7), [], 0
     made: list[object] = []
-    for name in ("reduce_arriving", "small_spread"):
+    saves, reshard_spread_direct.exceeds = reshard_direct.SAVES, lambda *_: True
+    for name in ("reduce_arriving", "small_spread", "direct_spread"):
         setattr(reshard_run, name, counted(getattr(reshard_run, name), made))
     meshes = [init_device_mesh("cpu", shape) for shape in ((8,), (2, 4), (2, 2, 2))]
     kinds = [
@@ -246,8 +247,11 @@ def reduced_again_on_gloo(rank: int, world: int) -> None:
         if plan is None:
             continue
         step = Step("all_to_all_reduce", plan.steps[0].axes, plan.src.placements, plan.dst.placements)
-        for how in (plan, ReshardPlan(plan.src, plan.dst, (step,), 0.0)):
+        at_receiver, messages = (ReshardPlan(plan.src, plan.dst, steps, 0.0) for steps in ((step,), plan.steps))
+        sums: list[torch.Tensor] = []
+        for how in (plan, at_receiver, messages):
             tried += 1
+            reshard_direct.SAVES = 0 if how is messages else saves  # taken for large
             given = [local_of(x, tuple(src), mesh.shape, coord).to(dtype) for x in (full, full.flip(0))]
             if draw.random() < 0.3 and rank % 2:
                 given[1] = given[1].transpose(0, -1).contiguous().transpose(0, -1)
@@ -255,6 +259,9 @@ def reduced_again_on_gloo(rank: int, world: int) -> None:
             with torch.inference_mode() if tried % 3 == 0 else contextlib.nullcontext():
                 got = [run_reshard(how, given[i]) for i in (0, 0, 1, 0)]
             got.append(run_reshard(how, given[1], async_op=True).clone())
+            sums = sums or got
+            if how is messages and not all(torch.equal(y, z) for y, z in zip(got, sums)):
+                bad.append(f"{how} of {dtype}: messages give other bits")
             want = [shard_of(x, dst, mesh.shape, coord) for x in (full, full.flip(0))]
             for y, i in zip(got, (0, 0, 1, 0, 1)):
                 exact = op not in ("avg", "product") or not dtype.is_floating_point
@@ -266,7 +273,8 @@ def reduced_again_on_gloo(rank: int, world: int) -> None:
             if len({*held}) < len(held):
                 bad.append(f"{how}: memory is shared")
     assert not bad, bad[:3]
-    assert tried > 120 and min(made.count(kind) for kind in {*made}) > 30 and len({*made}) == 2, (tried, len(made))
+    reshard_direct.SAVES = saves
+    assert tried > 180 and min(made.count(kind) for kind in {*made}) > 30 and len({*made}) == 3, (tried, len(made))
 
 
 def counted(make: Callable[..., object], made: list[object]) -> Callable[..., object]:
