@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,16 +72,12 @@ def measure(mesh: DeviceMesh, large: int = _LARGE, repeats: int = 15) -> CostMod
 
 Call = Callable[[Communicator, int, torch.device], Callable[[], object]]
 _CALLS: dict[str, Call] = {
-    "all_gather": lambda c, n, d: _bound(c.all_gather, torch.ones(n, device=d), [(n,)] * c.size),
-    "all_reduce": lambda c, n, d: _bound(c.all_reduce, torch.ones(n * c.size, device=d)),
-    "all_to_all": lambda c, n, d: _bound(c.all_to_all, [torch.ones(n, device=d)] * c.size, [(n,)] * c.size),
-    "reduce_scatter": lambda c, n, d: _bound(c.reduce_scatter, [torch.ones(n, device=d)] * c.size),
+    "all_gather": lambda c, n, d: partial(c.all_gather, torch.ones(n, device=d), [(n,)] * c.size),
+    "all_reduce": lambda c, n, d: partial(c.all_reduce, torch.ones(n * c.size, device=d)),
+    "all_to_all": lambda c, n, d: partial(c.all_to_all, [torch.ones(n, device=d)] * c.size, [(n,)] * c.size),
+    "reduce_scatter": lambda c, n, d: partial(c.reduce_scatter, [torch.ones(n, device=d)] * c.size),
 }
 """Collectives in which every position sends or keeps n elements for each."""
-
-
-def _bound(call: Callable[..., object], *args: object) -> Callable[[], object]:
-    return lambda: call(*args)
 
 
 def _pairs(times: Sequence[float]) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar, overload
 
@@ -23,7 +24,10 @@ from dtensor.reductions import Reducing, check_reduction
 if TYPE_CHECKING:
     from dtensor.comm_direct import Direct
 
-__all__ = ["MESSAGE", "Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "traced"]
+__all__ = [
+    "MESSAGE", "Communicator", "Observer", "Pending", "observers", "padding_counts", "purpose", "standing_for",
+    "traced",
+]  # fmt: skip
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -472,6 +476,16 @@ class _Purpose(threading.local):
 
 MESSAGE = "message"
 purpose = _Purpose()
+
+
+@contextmanager
+def standing_for(kind: str) -> Iterator[None]:
+    """What a process group is asked for inside stands for a collective of `kind`, or is a `MESSAGE`."""
+    before, purpose.kind = purpose.kind, kind
+    try:
+        yield
+    finally:
+        purpose.kind = before
 
 
 def received(kind: str, size: int, own: int, shapes: Sequence[Shape] | int) -> int:

@@ -32,6 +32,7 @@ __all__ = [
     "in_carrier",
     "in_pairs",
     "later",
+    "modes",
     "options_of",
     "ready",
     "send",
@@ -44,7 +45,8 @@ Try = Callable[[torch.Tensor], torch.Tensor | None]
 _CARRIED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on."""
 
 
 def later(make: Callable[[], Try | None]) -> list[Try]:
@@ -92,7 +94,7 @@ def in_pairs(run: Try) -> Try:
 
 def ready(x: torch.Tensor) -> bool:
     """True for a tensor that may be given to a bound collective, and to what is bound around it."""
-    return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not _modes()
+    return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not modes()
 
 
 def carried(dtype: torch.dtype) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtensor import comm_bound, comm_reduced
 from dtensor import comm_sent as sent_by
-from dtensor.comm import Communicator, Pending, Shape, padding_counts, purpose
+from dtensor.comm import Communicator, Pending, Shape, padding_counts, standing_for
 from dtensor.comm_bound import Try
 from dtensor.comm_codes import Reduction, reduction, widened
 from dtensor.comm_direct import Direct, direct_of
@@ -123,12 +123,9 @@ class C10dCommunicator(Communicator):
         direct = eager(x) and not sent_by.in_queue(x)
         if not _gather_pads(numels, itemsize):
             flat = flat_of(x)
-            purpose.kind = "all_gather"
-            try:
-                every, splits = flat.repeat(self.size), [flat.numel()] * self.size
+            every, splits = flat.repeat(self.size), [flat.numel()] * self.size
+            with standing_for("all_gather"):
                 return put(self._exchange(every, splits, dtype, shapes, async_op), into)
-            finally:
-                purpose.kind = None
         if into is not None and direct:
             return self._gather_uneven_into(x, shapes, into)
         flat = padded(flat_of(x), most)

@@ -18,15 +18,15 @@ they are, sends and receives; `dtensor.comm.observers`, and so `CommDebugMode`, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor.comm import MESSAGE, observers, purpose
+from dtensor.comm import MESSAGE, observers, standing_for
+from dtensor.comm_bound import modes
 from dtensor.comm_failure import Place
 from dtensor.comm_sent import in_queue, issued
 from dtensor.comm_wire import carried
@@ -44,18 +44,6 @@ _begun: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 _SPARES = 8
 """Messages at most that are received in turns at one time."""
-
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
-@contextmanager
-def _of_a_collective() -> Iterator[None]:
-    """What is issued inside is part of a collective that `observers` are told of."""
-    before, purpose.kind = purpose.kind, MESSAGE
-    try:
-        yield
-    finally:
-        purpose.kind = before
 
 
 class Turn(NamedTuple):
@@ -135,16 +123,16 @@ class Messages(Direct):
 
     def receive(self, into: torch.Tensor, position: int, number: int) -> Any:
         """The work of the message of that number from a position."""
-        if not _modes():
+        if not modes():
             return self._backend.recv([into], self._at(position), self._tag(number))
-        with _of_a_collective():
+        with standing_for(MESSAGE):
             return self._place.group.recv([into], self._at(position), self._tag(number))
 
     def send(self, x: torch.Tensor, position: int, number: int) -> Any:
         """The work of a message to a position."""
-        if not _modes():
+        if not modes():
             return self._backend.send([x], self._at(position), self._tag(number))
-        with _of_a_collective():
+        with standing_for(MESSAGE):
             return self._place.group.send([x], self._at(position), self._tag(number))
 
     def _tag(self, number: int) -> int:
@@ -217,11 +205,8 @@ class Lists(Direct):
             inputs[place._place(position)] = carried(some[0])
         options = c10d.AllToAllOptions()
         options.asyncOp = not in_queue(x)
-        before, purpose.kind = purpose.kind, kind
-        try:
+        with standing_for(kind):
             sent = issued(place, kind, out, place.group.alltoall, outputs, inputs, options)
-        finally:
-            purpose.kind = before
         for turn in turns:
             turn.put(nothing)
         sent.wait()

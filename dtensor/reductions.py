@@ -16,9 +16,9 @@ import torch
 
 from dtensor.placement import REDUCE_OPS, Partial
 
-__all__ = ["Pairwise", "Reducing", "check_reduction", "divided", "pairwise_of", "reduce_tensors"]
+__all__ = ["Fold", "Reducing", "check_reduction", "divided", "fold_of", "reduce_tensors"]
 
-Pairwise = Callable[..., torch.Tensor]
+_Pairwise = Callable[..., torch.Tensor]
 """Of two tensors of one shape, and `out`."""
 
 
@@ -47,7 +47,7 @@ def check_reduction(op: str, dtype: torch.dtype) -> float | None:
     return p
 
 
-_PAIRWISE: dict[str, Pairwise] = {
+_PAIRWISE: dict[str, _Pairwise] = {
     "sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
     "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
 }  # fmt: skip
@@ -58,14 +58,32 @@ _NARROW = frozenset(
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
-def pairwise_of(op: str, dtype: torch.dtype) -> Pairwise | None:
-    """What reduces tensors of `dtype` two by two, up to the division of an average; None where that is not the way.
+class Fold(NamedTuple):
+    """`reduce_tensors` part by part: `pairwise` of two tensors, and by how many an average is divided at the end."""
 
-    So it is with norms, and with dtypes that are added up in a wider one.
+    pairwise: _Pairwise
+    by: int
+
+    def add(self, total: torch.Tensor, more: torch.Tensor) -> None:
+        """Put what both are together in place of the first, in its dtype."""
+        self.pairwise(total, more if more.dtype is total.dtype else more.to(total.dtype), out=total)
+
+    def finish(self, total: torch.Tensor) -> torch.Tensor:
+        """`total`, which all parts are in, as the result: the same memory."""
+        return total if self.by == 1 else divided(total, self.by)
+
+
+def fold_of(op: str, dtype: torch.dtype, parts: int) -> Fold | None:
+    """How as many tensors of `dtype` are reduced part by part; None where that is not the way.
+
+    So it is with norms, and with dtypes that are added up in a wider one. Raises as `check_reduction` does.
     """
+    check_reduction(op, dtype)
     if op not in _PAIRWISE or dtype in _NARROW or dtype in _WIDER:
         return None
-    return _PAIRWISE[_BOOL.get(op, op) if dtype == torch.bool else op]
+    if dtype == torch.bool:
+        return Fold(_PAIRWISE[_BOOL.get(op, op)], 1)
+    return Fold(_PAIRWISE[op], parts if op == "avg" else 1)
 
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -94,8 +112,7 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def divided(total: torch.Tensor, k: int) -> torch.Tensor:
-    """A sum of `k` as their average; it may be written to."""
+    """A sum of `k` as their average, in place."""
     if total.dtype.is_floating_point or total.dtype.is_complex:
-        total /= k
-        return total
-    return torch.div(total, k, rounding_mode="trunc")
+        return total.div_(k)
+    return total.div_(k, rounding_mode="trunc")

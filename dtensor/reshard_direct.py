@@ -25,7 +25,7 @@ import torch
 from dtensor.comm import Communicator, padding_counts
 from dtensor.comm_direct import Direct, Turn
 from dtensor.comm_wire import waited
-from dtensor.reductions import check_reduction, divided, pairwise_of
+from dtensor.reductions import Fold, fold_of
 from dtensor.reshard_geometry import region_shape, region_size
 from dtensor.reshard_land import Add, Landing
 from dtensor.reshard_messages import MANY, Group, Outgoing
@@ -131,38 +131,23 @@ def direct_reduce(
     they add up, where it is not that of the tensor (or of the step's wire) that is sent.
     """
     sent = spec.dtype if wide is not None or step.wire is None else step.wire
-    way, total = _way(comm, spec, sent.itemsize), _sum(op, wide or sent, parts, wide)
-    if way is None or way.whole or total is None:
+    way, fold = _way(comm, spec, sent.itemsize), fold_of(op, wide or sent, len(parts))
+    if way is None or way.whole or fold is None:
         return None
     group = Group(spec, step, coord, sent.itemsize)
     kind, least = ("reduce_scatter", EVEN // 4) if step.kind == "reduce_scatter" else ("all_to_all", 2 * SAVES)
     if max(map(region_size, group.want)) * sent.itemsize < least:
         return None
     group.first = frozenset(parts[0] if wide is None else ())
-    return _bound(way, kind, group, total)
+    return _bound(way, kind, group, _Sum(fold, parts, wide))
 
 
 class _Sum(NamedTuple):
-    """How parts are put together: `add` gives two as one, in place of the first; `divides` if that is an average's."""
+    """How parts are put together."""
 
-    add: Add
-    divides: bool
+    fold: Fold
     parts: Sequence[Sequence[int]]
     wide: torch.dtype | None
-
-
-def _sum(op: str, dtype: torch.dtype, parts: Sequence[Sequence[int]], wide: torch.dtype | None) -> _Sum | None:
-    """`dtensor.reductions.reduce_tensors` of tensors of `dtype` two by two; None where that is not the way."""
-    check_reduction(op, dtype)
-    both = pairwise_of(op, dtype)
-    if both is None:
-        return None
-    pair = both
-
-    def add(total: torch.Tensor, more: torch.Tensor) -> None:
-        pair(total, more if more.dtype is dtype else more.to(dtype), out=total)
-
-    return _Sum(add, op == "avg" and dtype != torch.bool, parts, wide)
 
 
 def _bound(way: Direct, kind: str, group: Group, total: _Sum | None = None) -> Way | None:
@@ -180,9 +165,7 @@ def _bound(way: Direct, kind: str, group: Group, total: _Sum | None = None) -> W
         views = [(i, 0, whole.narrow(0, at, n)) for i, at, n in arrive]
         turns = [Turn(a.position, a.number, a.landing.numel, a.bound(x, out)) for a in landings]
         way.exchange(kind, x, out, outgoing.of(x), views, turns, room)
-        if total is not None and total.divides:
-            out = divided(out, len(total.parts))
-        return out.to(x.dtype)
+        return out if total is None else total.fold.finish(out).to(x.dtype)
 
     return run
 
@@ -211,7 +194,7 @@ def _incoming(group: Group, total: _Sum | None) -> tuple[list[tuple[int, int, in
     turns: list[_Arrival] = []
     parts: Sequence[Sequence[int]] = [[(me - j) % k for j in range(k)]] if total is None else total.parts
     for n, part in enumerate(parts):
-        add = None if n == 0 or total is None else total.add
+        add = None if n == 0 or total is None else total.fold.add
         messages: list[_Arrival] = []
         for i in part:
             mine, region = group.sent(i, me)

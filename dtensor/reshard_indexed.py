@@ -22,13 +22,20 @@ import torch
 from dtensor.comm import Communicator
 from dtensor.comm_bound import Try, carried
 from dtensor.comm_wire import carrier_of, items_of
-from dtensor.reductions import Pairwise, pairwise_of
+from dtensor.reductions import fold_of
 from dtensor.reshard_geometry import Region, region_size
 from dtensor.spec import contiguous_stride
 
 __all__ = [
-    "MOST", "Index", "Reduction", "Send", "joined", "places", "reduce_arriving", "reduction_of", "sender", "span",
-]  # fmt: skip
+    "MOST",
+    "Index",
+    "Send",
+    "joined",
+    "places",
+    "reduce_arriving",
+    "sender",
+    "span",
+]
 
 MOST = 1 << 15
 """Elements up to which copies by an index take less time than as many of boxes as pieces need."""
@@ -59,33 +66,11 @@ def span(start: int, n: int) -> Index:
     return torch.arange(start, start + n, device="cpu")
 
 
-class Reduction:
-    """A reduction of parts one after the other: `pairwise` of two, and what an average is divided by at the end."""
-
-    __slots__ = ("by", "pairwise", "whole")
-
-    def __init__(self, pairwise: Pairwise, by: int, whole: bool) -> None:
-        self.pairwise, self.by, self.whole = pairwise, by, whole
-
-    def finish(self, total: torch.Tensor) -> torch.Tensor:
-        """`total`, all parts of which are in it, in place."""
-        if self.by == 1:
-            return total
-        return total.div_(self.by, rounding_mode="trunc") if self.whole else total.div_(self.by)
-
-
-def reduction_of(op: str, dtype: torch.dtype, parts: int) -> Reduction | None:
-    """The reduction of as many parts; None where it is not one of pairs in the parts' own dtype."""
-    pairwise = pairwise_of(op, dtype)
-    if pairwise is None or not (carried(carrier_of(dtype)) or dtype == torch.complex128):
-        return None
-    by = parts if op == "avg" and dtype != torch.bool else 1
-    return Reduction(pairwise, by, not (dtype.is_floating_point or dtype.is_complex))
-
-
 def sender(comm: Communicator, leave: Sequence[int], arrive: Sequence[int], dtype: torch.dtype) -> Send | None:
-    """An all-to-all of tensors of `dtype`, 1-D, contiguous."""
+    """An all-to-all of tensors of `dtype`, 1-D, contiguous; None where there is none that is bound."""
     width, carrier = items_of(dtype), torch.float64 if dtype == torch.complex128 else carrier_of(dtype)
+    if not carried(carrier):
+        return None
     send = comm.bind_exchange([n * width for n in leave], [n * width for n in arrive])
     if send is None or carrier is dtype:
         return send
@@ -102,14 +87,14 @@ def reduce_arriving(
     `leaving[i]` of my tensor, of `shape`, goes to position i; from there comes `into[i]` of one part of the result, of
     `out_shape`; `by_part`: the positions that have each part.
     """
-    reduction, wanted = reduction_of(op, dtype, len(by_part)), math.prod(out_shape)
-    if reduction is None or not wanted or max(math.prod(shape), wanted * len(by_part)) > MOST:
+    known, wanted = fold_of(op, dtype, len(by_part)), math.prod(out_shape)
+    if known is None or not wanted or max(math.prod(shape), wanted * len(by_part)) > MOST:
         return None
     arrive = [*map(region_size, into)]
     send, total = sender(comm, [*map(region_size, leaving)], arrive, dtype), sum(arrive)
     if send is None or total != wanted * len(by_part):
         return None
-    move, pairwise, finish = send, reduction.pairwise, reduction.finish
+    move, fold = send, known
     with torch.inference_mode(False):
         sent = joined([places(region, shape) for region in leaving])
         starts, rows = [0, *accumulate(arrive)], torch.empty(len(by_part), wanted, dtype=torch.int64, device="cpu")
@@ -124,9 +109,9 @@ def reduce_arriving(
         got = x.new_empty(total)
         move(x.view(-1).index_select(0, sent), got)
         first, second, *others = got.index_select(0, rows).split(wanted)
-        out = pairwise(first, second)
+        out = fold.pairwise(first, second)
         for part in others:
-            pairwise(out, part, out=out)
-        return finish(out).view(out_shape)
+            fold.add(out, part)
+        return fold.finish(out).view(out_shape)
 
     return run

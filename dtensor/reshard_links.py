@@ -23,16 +23,8 @@ __all__ = ["Link", "Links", "links_of"]
 _ALIKE = 1.25
 """Links whose speeds differ by less are as fast as each other: a measurement is not more exact."""
 _METHODS = (
-    "launch",
-    "transfer",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "local_copy",
-    "floor",
-    "times",
-)
+    "launch", "transfer", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "local_copy", "floor", "times",
+)  # fmt: skip
 
 
 class Link:

@@ -10,20 +10,19 @@ the result it allocates no more than its input and output; but for one message, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from dtensor.reshard_even import box
-from dtensor.reshard_geometry import Region, common, holdings, members, region_shape, region_size
+from dtensor.reshard_geometry import Region, common, held_along, members, region_shape, region_size
 from dtensor.reshard_land import Rows, rows_of, slabs
 from dtensor.reshard_local import Take
 from dtensor.reshard_pieces import packer
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec, contiguous_stride
 
-__all__ = ["MANY", "PIECE", "Group", "Outgoing"]
+__all__ = ["MANY", "PIECE", "Group", "Leaving", "Outgoing", "straight"]
 
 Coord = tuple[int, ...]
 
@@ -53,8 +52,8 @@ class Group:
     def __init__(self, spec: Spec, step: Step, coord: Coord, itemsize: int) -> None:
         some = list(members(spec, step.axes, coord))
         self.me, self.itemsize = some.index(coord), itemsize
-        self.have = [holdings(spec, step.src, c) for c in some]
-        self.want = [holdings(spec, step.dst, c) for c in some]
+        self.have = held_along(spec, step.src, step.axes, coord)
+        self.want = held_along(spec, step.dst, step.axes, coord)
         self.first: frozenset[int] = frozenset(range(len(some)))
         self._rooms: dict[int, int] = {}
 
@@ -101,37 +100,48 @@ class Group:
         return slabs(shape, self.room(to))
 
 
-class Outgoing:
-    """What this rank sends: views of its tensor, or of a buffer that holds, once, what does not lie in one piece."""
+class Leaving:
+    """Regions of a tensor of `shape` as they are sent: views, or parts of a buffer if they do not lie in one piece.
 
-    __slots__ = ("_pack", "_parts", "packed")
+    `packed`: elements of the buffer, which holds each region once.
+    """
+
+    __slots__ = ("_lies", "_pack", "_packed", "_sizes", "packed")
+
+    def __init__(self, regions: Iterable[Region], shape: tuple[int, ...]) -> None:
+        lies = {region: straight(region, shape) for region in regions}
+        self._lies = [(region, at, region_size(region)) for region, at in lies.items() if at is not None]
+        self._packed = [region for region, at in lies.items() if at is None]
+        self._sizes = [*map(region_size, self._packed)]
+        self.packed, self._pack = sum(self._sizes), _packer(self._packed, shape)
+
+    def of(self, x: torch.Tensor) -> dict[Region, torch.Tensor]:
+        """Each region of a contiguous tensor, 1-D and contiguous."""
+        flat = x.view(-1)
+        out = {region: flat.narrow(0, at, n) for region, at, n in self._lies}
+        return out | dict(zip(self._packed, self._pack(x).split(self._sizes))) if self._packed else out
+
+
+class Outgoing:
+    """What this rank sends, each part cut into messages."""
+
+    __slots__ = ("_leaving", "_parts", "packed")
 
     def __init__(self, group: Group) -> None:
         me, k = group.me, group.size
-        shape = region_shape(group.have[me])
-        regions = group.packs(me)
-        starts = [0, *accumulate(map(region_size, regions))]
-        places, self.packed = dict(zip(regions, starts)), starts[-1]
-        self._parts: list[tuple[int, list[tuple[bool, int, int]]]] = []
-        for to in [(me + j) % k for j in range(1, k)]:
-            region = group.sent(me, to)[0]
-            numel = region_size(region)
-            if not numel:
-                continue
-            at = straight(region, shape)
-            start = places[region] if at is None else at
-            row = numel // rows_of(region_shape(region))[1]
-            self._parts.append((to, [(at is not None, start + i * row, n * row) for i, n in group.cut(me, to)]))
-        self._pack = _packer(regions, shape)
+        to = [((me + j) % k, group.sent(me, (me + j) % k)[0]) for j in range(1, k)]
+        self._leaving = Leaving([region for _, region in to if region_size(region)], region_shape(group.have[me]))
+        self.packed = self._leaving.packed
+        self._parts: list[tuple[int, Region, list[Rows]]] = []
+        for i, region in to:
+            if region_size(region):
+                row = region_size(region) // rows_of(region_shape(region))[1]
+                self._parts.append((i, region, [(start * row, n * row) for start, n in group.cut(me, i)]))
 
     def of(self, x: torch.Tensor) -> list[tuple[int, list[torch.Tensor]]]:
         """The messages to each position, contiguous and 1-D, of a contiguous tensor."""
-        flat = x.view(-1)
-        packed = self._pack(x) if self.packed else flat
-        return [
-            (to, [(flat if lies else packed).narrow(0, start, n) for lies, start, n in some])
-            for to, some in self._parts
-        ]
+        leaving = self._leaving.of(x)
+        return [(i, [leaving[region].narrow(0, start, n) for start, n in some]) for i, region, some in self._parts]
 
 
 def _packer(regions: Sequence[Region], shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from dtensor.comm import Communicator, Pending
-from dtensor.comm_bound import Try, later, ready
+from dtensor.comm_bound import Try, later, modes, ready
 from dtensor.comm_sent import gathering
 from dtensor.cost import CostModel, current_cost_model
 from dtensor.errors import CollectiveError, LayoutError, explain_error
@@ -349,7 +349,7 @@ def _gather_alike(comm: Communicator, join: Join, out_shape: tuple[int, ...]) ->
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if torch._C._len_torch_dispatch_stack():  # what is made here may be of a mode's own kind
+    if modes():  # what is made here may be of a mode's own kind
         return torch.empty(0, dtype=dtype, device=device)
     return _kept_nothing(dtype, device)
 

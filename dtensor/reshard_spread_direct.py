@@ -12,7 +12,9 @@ when a plan is bound, alike on all ranks: see `dtensor.reshard_direct`.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -21,14 +23,13 @@ import torch
 
 from dtensor import reshard_direct
 from dtensor.comm_direct import Direct, Turn
+from dtensor.reductions import Fold, fold_of
 from dtensor.reshard_direct import Way
 from dtensor.reshard_division import Piece
 from dtensor.reshard_geometry import Region, common, region_shape, region_size
-from dtensor.reshard_indexed import Reduction, reduction_of
 from dtensor.reshard_land import Add, Landing
-from dtensor.reshard_local import Take
-from dtensor.reshard_messages import straight
-from dtensor.reshard_spread_run import Move, Spread, Stage, stages
+from dtensor.reshard_messages import Leaving, straight
+from dtensor.reshard_spread_run import Move, Spread, Stage
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec
 
@@ -44,15 +45,15 @@ def direct_spread(spread: Spread, spec: Spec, step: Step) -> Way | None:
     Many small messages in turns take longer than a buffer, so it is for those that would take more memory otherwise.
     """
     shards = [spec.with_placements(layout).local_numel_bound for layout in (step.src, step.dst)]
-    reduction = reduction_of(spread.op, spec.dtype, len(spread.pieces[0].holders)) if spread.pieces else None
-    if reduction is None or step.wire is not None or sum(shards) * spec.dtype.itemsize < 32 * reshard_direct.SAVES:
+    fold = fold_of(spread.op, spec.dtype, len(spread.pieces[0].holders)) if spread.pieces else None
+    if fold is None or step.wire is not None or sum(shards) * spec.dtype.itemsize < 32 * reshard_direct.SAVES:
         return None
-    if not exceeds(spread.pieces, stages(step, spread.pieces)):
+    if not exceeds(spread.pieces, spread.moves):
         return None
     swaps = [None if stage is None else _swap(spread, stage, spec.mesh.device_type) for stage in spread.stages]
     if any(stage is not None and swap is None for stage, swap in zip(spread.stages, swaps)):
         return None
-    return _Large(spread, swaps, reduction)
+    return _Large(spread, swaps, fold)
 
 
 def exceeds(pieces: Sequence[Piece], moves: Sequence[Sequence[Move]]) -> bool:
@@ -69,7 +70,8 @@ def exceeds(pieces: Sequence[Piece], moves: Sequence[Sequence[Move]]) -> bool:
     each = [*enumerate(pieces)]
     have, want = of((n, p.holders) for n, p in each), of((n, p.wanting) for n, p in each)
     sums, ends = of((n, (p.reducer,)) for n, p in each), of((n, (p.end,)) for n, p in each)
-    go, come = ([of((n, (move[i],)) for move in some for n in move[:1]) for some in moves] for i in (1, 2))
+    go = [of((n, (one,)) for n, one, _ in some) for some in moves]
+    come = [of((n, (to,)) for n, _, to in some) for some in moves]
     for rank in {*have, *want}:
         first = come[0][rank] + max(go[0][rank], sums[rank])
         middle = sums[rank] + go[1][rank] + come[1][rank] if len(moves) == 3 else 0
@@ -91,17 +93,12 @@ def _swap(spread: Spread, stage: Stage, device_type: str) -> _Swap | None:
     way = stage.comm.direct(device_type)
     if way is None or way.whole:
         return None
-    go: dict[int, list[int]] = {}
+    leave, arrive = stage.of(spread.me)
+    go = [(to, [n for _, n in some]) for to, some in itertools.groupby(leave, operator.itemgetter(0))]
     come: dict[tuple[int, int], tuple[int, int]] = {}
-    so_far: dict[int, int] = {}
-    place = {at: i for i, at in enumerate(stage.group)}
-    for n, one, to in stage.moves:
-        if one == spread.me:
-            go.setdefault(place[to], []).append(n)
-        elif to == spread.me:
-            come[n, one] = place[one], so_far.get(one, 0)
-            so_far[one] = so_far.get(one, 0) + 1
-    return _Swap(way, sorted(go.items()), come)
+    for of, from_one in itertools.groupby(arrive, operator.itemgetter(0)):
+        come |= {(n, one): (of, number) for number, (_, n, one) in enumerate(from_one)}
+    return _Swap(way, go, come)
 
 
 class _Place:
@@ -142,13 +139,12 @@ class _Place:
 class _Large:
     """A spread reduction of a large tensor, bound to one rank."""
 
-    def __init__(self, spread: Spread, swaps: Sequence[_Swap | None], reduction: Reduction) -> None:
-        self._spread, self._swaps, self._reduction = spread, swaps, reduction
+    def __init__(self, spread: Spread, swaps: Sequence[_Swap | None], fold: Fold) -> None:
+        self._spread, self._swaps, self._fold = spread, swaps, fold
         pieces, me, have = spread.pieces, spread.me, spread.have
         first = swaps[0].go if swaps[0] else []
-        self._leaving = _Leaving(
-            {n: common(have, pieces[n].box)[0] for _, some in first for n in some}, region_shape(have)
-        )
+        self._regions = {n: common(have, pieces[n].box)[0] for _, some in first for n in some}
+        self._leaving = Leaving(self._regions.values(), region_shape(have))
         early, late = self._placed(True), self._placed(False)
         self._early = self._most(early, True) < self._most(late, False)
         self._places = early if self._early else late
@@ -189,32 +185,33 @@ class _Large:
         out = x.new_empty(spread.shape if self._early else 0)
         have = {n: self._places[n].begun(out) for n in spread.summed}
         leaving = self._leaving.of(x)
-        self._exchange(0, x, out, leaving, have, self._parts, room)
+        self._exchange(0, x, out, {n: leaving[r] for n, r in self._regions.items()}, have, self._parts, room)
         leaving.clear()
         for n in spread.summed:
             if pieces[n].last < 0:
-                self._reduction.finish(have[n])
-        if len(self._swaps) == 3:
-            ended = {n: self._places[n].begun(out) for n in spread.ended}
-            self._exchange(1, x, out, have, ended, self._closing, room)
+                self._fold.finish(have[n])
+        three = len(self._swaps) == 3
+        if three:
+            ended = self._ended(1, x, out, have, room)
             have = {n: total for n, total in have.items() if pieces[n].last < 0} | ended
-            self._end(ended)
-            out = out if self._early else x.new_empty(spread.shape)
+        if not self._early:
+            out = x.new_empty(spread.shape)
+        if three:
             self._exchange(2, x, out, have, {}, [], room)
         else:
-            out = out if self._early else x.new_empty(spread.shape)
-            ended = {n: self._places[n].begun(out) for n in spread.ended}
-            self._exchange(1, x, out, have, ended, self._closing, room)
-            self._end(ended)
-            have |= ended
+            have |= self._ended(1, x, out, have, room)
         for n in spread.wanted:
             if n in have:
                 self._places[n].end(have[n], out)
         return out
 
-    def _end(self, ended: Pieces) -> None:
+    def _ended(self, stage: int, x: torch.Tensor, out: torch.Tensor, have: Pieces, room: int) -> Pieces:
+        """The pieces that end here: my own part, and the sum of the others, which comes in this all-to-all."""
+        ended = {n: self._places[n].begun(out) for n in self._spread.ended}
+        self._exchange(stage, x, out, have, ended, self._closing, room)
         for total in ended.values():
-            self._reduction.finish(total)
+            self._fold.finish(total)
+        return ended
 
     def _exchange(
         self, stage: int, x: torch.Tensor, out: torch.Tensor, sent: Pieces, totals: Pieces,
@@ -244,11 +241,7 @@ class _Large:
         self, swap: _Swap | None, n: int, one: int, more: bool, total: torch.Tensor, x: torch.Tensor, out: torch.Tensor
     ) -> Turn:
         """A part of a piece that is put into `total`, or added to what is there."""
-        pairwise, place = self._reduction.pairwise, self._places[n]
-
-        def add(now: torch.Tensor, part: torch.Tensor) -> None:
-            pairwise(now, part, out=now)
-
+        add, place = self._fold.add, self._places[n]
         if one == self._spread.me:
             return Turn(None, 0, 0, lambda _: place.bring(x, total, out, add if more else None))
         assert swap is not None
@@ -261,22 +254,3 @@ class _Large:
                 total.copy_(part)
 
         return Turn(*swap.come[n, one], place.numel, put)
-
-
-class _Leaving:
-    """Pieces of a contiguous tensor of `shape` as they are sent: views, or parts of a buffer if they do not lie so."""
-
-    def __init__(self, regions: dict[int, Region], shape: tuple[int, ...]) -> None:
-        self._sizes = {n: region_size(region) for n, region in regions.items()}
-        self._lies = {n: straight(region, shape) for n, region in regions.items()}
-        packed = [n for n, at in self._lies.items() if at is None]
-        self.packed = sum([self._sizes[n] for n in packed])
-        self._packed, self._take = packed, Take([regions[n] for n in packed], shape)
-
-    def of(self, x: torch.Tensor) -> Pieces:
-        """The pieces, 1-D and contiguous."""
-        out, flat = {}, x.view(-1)
-        if self._packed:
-            buffer = self._take.flat(x)
-            out = dict(zip(self._packed, buffer.split([self._sizes[n] for n in self._packed])))
-        return out | {n: flat.narrow(0, at, self._sizes[n]) for n, at in self._lies.items() if at is not None}

@@ -21,7 +21,7 @@ import torch
 from dtensor.comm import Communicator, Pending
 from dtensor.comm_bound import carried, ready
 from dtensor.placement import Partial
-from dtensor.reductions import reduce_tensors
+from dtensor.reductions import divided, reduce_tensors
 from dtensor.reshard_async import unwaited
 from dtensor.reshard_division import Piece, pieces_of
 from dtensor.reshard_geometry import Coord, common, holdings, members, region_shape, region_size
@@ -29,7 +29,7 @@ from dtensor.reshard_local import Join, Take
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec
 
-__all__ = ["Move", "Spread", "Stage", "stages"]
+__all__ = ["Move", "Spread", "Stage"]
 
 Parts = dict[int, torch.Tensor]
 """By number of the piece."""
@@ -63,6 +63,15 @@ class Stage(NamedTuple):
     group: tuple[int, ...]
     moves: list[Move]
 
+    def of(self, me: int) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """What goes from position `me` of the group, as (to, piece), and what comes there, as (from, piece, from whom).
+
+        Both are in order; `to` and `from` are positions of the communicator, `from whom` is one of the group.
+        """
+        place = {at: i for i, at in enumerate(self.group)}
+        go = sorted([(place[to], n) for n, one, to in self.moves if one == me])
+        return go, sorted([(place[one], n, one) for n, one, to in self.moves if to == me])
+
 
 def stage_of(spec: Spec, step: Step, coord: Coord, moves: list[Move]) -> Stage | None:
     """The all-to-all of `moves`, as the rank at `coord` takes part in it; None where the group sends nothing.
@@ -87,19 +96,14 @@ class _Swap:
     __slots__ = ("_arrive", "_come", "_comm", "_leave", "_move", "_numels", "go")
 
     def __init__(self, stage: Stage, me: int, pieces: Sequence[Piece]):
-        self._comm, place = stage.comm, {at: i for i, at in enumerate(stage.group)}
-        self._leave, self._arrive = [0] * len(place), [0] * len(place)
-        go: list[tuple[int, int]] = []
-        come: list[tuple[int, int, int]] = []
-        for n, one, to in stage.moves:
-            if one == me:
-                go.append((place[to], n))
-                self._leave[place[to]] += region_size(pieces[n].box)
-            elif to == me:
-                come.append((place[one], n, one))
-                self._arrive[place[one]] += region_size(pieces[n].box)
-        self.go = [n for _, n in sorted(go)]
-        self._come = [(n, one, region_shape(pieces[n].box)) for _, n, one in sorted(come)]
+        self._comm, (go, come) = stage.comm, stage.of(me)
+        self._leave, self._arrive = [0] * len(stage.group), [0] * len(stage.group)
+        for to, n in go:
+            self._leave[to] += region_size(pieces[n].box)
+        for of, n, _ in come:
+            self._arrive[of] += region_size(pieces[n].box)
+        self.go = [n for _, n in go]
+        self._come = [(n, one, region_shape(pieces[n].box)) for _, n, one in come]
         self._numels = [math.prod(shape) for _, _, shape in self._come]
         self._move = self._comm.bind_exchange(self._leave, self._arrive)
 
@@ -139,7 +143,8 @@ class Spread:
         self.wanted = [n for n, p in enumerate(pieces) if me in p.wanting]
         self.shape = region_shape(want)
         self.join = Join([common(pieces[n].box, want)[1] for n in self.wanted], self.shape)
-        self.stages = [stage_of(spec, step, coord, moves) for moves in stages(step, pieces)]
+        self.moves = stages(step, pieces)
+        self.stages = [stage_of(spec, step, coord, moves) for moves in self.moves]
         self.swaps = [None if stage is None else _Swap(stage, me, pieces) for stage in self.stages]
         self.own = [n for n in self.summed if me in pieces[n].senders] + self.ended
         mine = lambda some: Take([common(have, pieces[n].box)[0] for n in some], region_shape(have))  # noqa: E731
@@ -205,8 +210,4 @@ class Spread:
         if self.op != "avg" or parts[0].dtype == torch.bool:
             return reduce_tensors(parts, self.op)
         total = reduce_tensors(parts, "sum")
-        if not complete:
-            return total
-        if total.dtype.is_floating_point or total.dtype.is_complex:
-            return total.div_(k)
-        return torch.div(total, k, rounding_mode="trunc")
+        return divided(total, k) if complete else total

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 from dtensor.comm_bound import Try
+from dtensor.reductions import fold_of
 from dtensor.reshard_geometry import common, region_shape, region_size
-from dtensor.reshard_indexed import MOST, Index, Send, joined, places, reduction_of, sender, span
+from dtensor.reshard_indexed import MOST, Index, Send, joined, places, sender, span
 from dtensor.reshard_spread_run import Spread, Stage
 
 __all__ = ["small_spread"]
@@ -64,10 +65,10 @@ class _Small:
         pieces, me = spread.pieces, spread.me
         self._shape, self._size = spread.shape, [region_size(piece.box) for piece in pieces]
         have = region_shape(spread.have)
-        reduction = reduction_of(spread.op, dtype, len(pieces[0].holders)) if pieces else None
-        if reduction is None or max(math.prod(have), math.prod(self._shape)) > MOST:
+        fold = fold_of(spread.op, dtype, len(pieces[0].holders)) if pieces else None
+        if fold is None or max(math.prod(have), math.prod(self._shape)) > MOST:
             raise NotImplementedError
-        self._reduction = reduction
+        self._fold = fold
         own = [n for n, piece in enumerate(pieces) if me in piece.holders]
         mine = {n: places(common(spread.have, pieces[n].box)[0], have) for n in own}
 
@@ -115,14 +116,15 @@ class _Small:
         self, stage: Stage, me: int, at: dict[int, Index], start: int, dtype: torch.dtype
     ) -> tuple[_Swap, list[tuple[int, int]]]:
         """An all-to-all, and what comes: (from, piece), in order."""
-        go = [[n for n, one, to in stage.moves if one == me and to == i] for i in stage.group]
-        come = [[n for n, one, to in stage.moves if one == i and to == me] for i in stage.group]
-        leave, arrive = ([sum([self._size[n] for n in part]) for part in some] for some in (go, come))
+        (go, come), leave, arrive = stage.of(me), [0] * len(stage.group), [0] * len(stage.group)
+        for to, n in go:
+            leave[to] += self._size[n]
+        for of, n, _ in come:
+            arrive[of] += self._size[n]
         send = sender(stage.comm, leave, arrive, dtype)
         if send is None:
             raise NotImplementedError
-        swap = _Swap(send, joined([at[n] for some in go for n in some]), start, sum(arrive))
-        return swap, [(i, n) for i, some in zip(stage.group, come) for n in some]
+        return _Swap(send, joined([at[n] for _, n in go]), start, sum(arrive)), [(one, n) for _, n, one in come]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         if not x.is_cpu:
@@ -135,7 +137,7 @@ class _Small:
         if len(self._own):
             out = held.narrow(0, self._end, len(self._own))
             own, came = flat.index_select(0, self._own), held.index_select(0, self._came)
-            self._reduction.finish(self._reduction.pairwise(own, came, out=out))
+            self._fold.finish(self._fold.pairwise(own, came, out=out))
         if self._third is not None:
             _move(self._third, held, held)
         return held.index_select(0, self._result).view(self._shape)
@@ -149,17 +151,15 @@ class _Small:
         if not self._sums:
             return
         first, *others = came.index_select(0, self._rows).split(self._lengths)
-        pairwise = self._reduction.pairwise
         sums = held.narrow(0, 0, self._sums)
         if others and len(others[0]) == self._sums:
-            pairwise(first, others.pop(0), out=sums)
+            self._fold.pairwise(first, others.pop(0), out=sums)
         else:
             sums.copy_(first)
         for part in others:
-            total = held.narrow(0, 0, len(part))
-            pairwise(total, part, out=total)
+            self._fold.add(held.narrow(0, 0, len(part)), part)
         if self._complete:
-            self._reduction.finish(held.narrow(0, 0, self._complete))
+            self._fold.finish(held.narrow(0, 0, self._complete))
 
 
 def _move(swap: _Swap, of: torch.Tensor, to: torch.Tensor) -> None:

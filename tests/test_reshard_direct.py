@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from reshard_cases import Layout, local_of, numbers, shard_of, spec_of
-from test_reshard_run import Peak
+from test_reshard_run import allocated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, comm_direct, init_device_mesh, reshard_direct
@@ -218,18 +218,11 @@ def memory_on_gloo(rank: int, world: int) -> None:
                 continue
             kinds |= set(plan.collectives)
             x = local_of(full, src, mesh.shape, mesh.coord or ())
-            redistribute_local(x, a, b)
-            peaks = []
-            for _ in range(3):  # gloo's thread may let go of a buffer late
-                peak = Peak()
-                peak.known.add(x.untyped_storage())
-                with peak:
-                    redistribute_local(x, a, b)
-                peaks.append(peak.most)
+            held = allocated(x, a, b, 3)
             space = Space(mesh.shape, shape, x.itemsize, CostModel())
             most = space.facts(src).nbytes + space.facts(dst).nbytes
-            if min(peaks) > 1.03 * most:
-                bad.append(f"{src} -> {dst} of {shape}, {plan.collectives}: {min(peaks) / most:.2f}")
+            if held > 1.03 * most:
+                bad.append(f"{src} -> {dst} of {shape}, {plan.collectives}: {held / most:.2f}")
     assert not bad, bad
     assert kinds == {"all_gather", "all_to_all", "all_to_all_reduce", "reduce_scatter"}, kinds
 
