@@ -168,19 +168,29 @@ class _UnderWay:
             self._asked += 1
 
     def wait(self) -> None:
-        """Until all has arrived and left. RuntimeError where the group fails."""
+        """Until all has arrived and left. RuntimeError where the group fails.
+
+        Where a part cannot be put in its place, all others are taken all the same, so that no rank waits for this one.
+        """
+        failure: Exception | None = None
         for work in self._works:
             work.wait()
         for turn in self._turns:
-            if turn.position is None:
-                turn.put(self._nothing)
-                continue
-            work, spare = self._pending.pop(0)
-            work.wait()
-            turn.put(spare)
-            self._ask()
+            message = self._nothing
+            if turn.position is not None:
+                work, message = self._pending.pop(0)
+                work.wait()
+            if failure is None:
+                try:
+                    turn.put(message)
+                except Exception as e:
+                    failure = e
+            if turn.position is not None:
+                self._ask()
         for work in self._sent:
             work.wait()
+        if failure is not None:
+            raise failure
 
 
 class Lists(Direct):

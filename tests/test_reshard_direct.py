@@ -295,6 +295,26 @@ def missing_on_gloo(rank: int, world: int) -> str:
     return text
 
 
+def halfway_on_gloo(rank: int, world: int) -> None:
+    """A part that a rank cannot put in its place is an error there; nobody waits, and the next call is right."""
+    mesh, full = init_device_mesh("cpu", (4,)), numbers((2048, 1024), torch.float32)
+    a, b = spec_of(mesh, (S1,), full), spec_of(mesh, (R,), full)
+    x, bring = local_of(full, (S1,), mesh.shape, mesh.coord or ()), Landing.bring
+
+    def broken(self: Landing, *given: Any) -> None:
+        if rank == 2:
+            raise MemoryError("no room for a part")
+        bring(self, *given)
+
+    Landing.bring = broken  # type: ignore[method-assign]
+    try:
+        with pytest.raises(MemoryError) if rank == 2 else contextlib.nullcontext():
+            redistribute_local(x, a, b)
+    finally:
+        Landing.bring = bring  # type: ignore[method-assign]
+    assert torch.equal(redistribute_local(x, a, b), full)
+
+
 def backward_on_gloo(rank: int, world: int) -> None:
     """Through autograd, with checks of anomalies, in two threads of modes: as the plain ops."""
     mesh = init_device_mesh("cpu", (4,))
@@ -331,6 +351,7 @@ def test_on_gloo_processes() -> None:
         lists_on_gloo,
         backward_on_gloo,
         compiled_on_gloo,
+        halfway_on_gloo,
         missing_on_gloo,
     ]
     outcome = run_ranks(4, cases, timeout=100)
