@@ -85,7 +85,7 @@ def _cut(local: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
         done = (*done[:axis], p, *done[axis + 1 :])
         there = spec.with_placements(done)
         k, at = mesh.shape[axis], src if src is None else min(src, mesh.shape[axis] - 1)
-        if at is None or k == 1 or local.is_meta:
+        if at is None or k == 1:
             local = redistribute_local(local, here, there)
         elif isinstance(p, Shard):
             local = _scatter(local, here, there, axis, p.dim, at)

@@ -1,7 +1,7 @@
 """Communicators: the collectives of one mesh axis (or of several flattened into one).
 
 Positions count along the axis in mesh order, whatever the rank numbers are. The base class checks the
-arguments, answers for axes of size 1 and for meta tensors without communicating, and leaves the rest to
+arguments, answers for axes of size 1 without communicating, and leaves the rest to
 three implementations: `comm_c10d` (process groups), `comm_simulated` (ranks that are threads) and
 `comm_fake` (shapes only). Every call is at most one collective; results are new tensors, inputs are never
 written to, and shapes may be uneven, empty or 0-d. None of it is differentiable: autograd is a layer above. What the
@@ -150,7 +150,7 @@ class Communicator(ABC):
         self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False
     ) -> torch.Tensor | Pending[torch.Tensor]:
         """Reduce `x` (one shape and dtype on all positions) with `op`: a new tensor, equal on all positions."""
-        if self.size == 1 or x.device.type == "meta":
+        if self.size == 1:
             check_reduction(op, x.dtype)
             return _done(_copy(x), async_op)
         pending = self._all_reduce(x.detach() if x.requires_grad else x, op, async_op)
@@ -187,13 +187,8 @@ class Communicator(ABC):
         if into is not None:
             self._count("all_gather", "into", into)
             self._own("all_gather", "into[rank]", into[self.rank].shape, shapes[self.rank])
-        if self.size == 1 and into is None:
-            return _done([_copy(x)], async_op)
-        if self.size == 1 or x.device.type == "meta":
-            given = [x.new_empty(tuple(s)) for s in shapes] if into is None else list(into)
-            if self.size == 1:
-                given[0].copy_(x)
-            return _done(given, async_op)
+        if self.size == 1:
+            return _done([_copy(x) if into is None else into[0].copy_(x)], async_op)
         pending = self._all_gather(x.detach() if x.requires_grad else x, shapes, into, async_op)
         return pending if async_op else pending.wait()
 
@@ -214,7 +209,7 @@ class Communicator(ABC):
         `parts[i]` has one shape on all positions; shapes may differ between the i.
         """
         self._count("reduce_scatter", "parts", parts)
-        if self.size == 1 or parts[0].device.type == "meta":
+        if self.size == 1:
             check_reduction(op, parts[0].dtype)
             return _done(_copy(parts[self.rank]), async_op)
         pending = self._reduce_scatter(_plain(parts), op, async_op)
@@ -238,8 +233,6 @@ class Communicator(ABC):
         self._own("all_to_all", "parts[rank]", parts[self.rank].shape, shapes[self.rank])
         if self.size == 1:
             return _done([_copy(parts[0])], async_op)
-        if parts[0].device.type == "meta":
-            return _done([parts[0].new_empty(tuple(s)) for s in shapes], async_op)
         pending = self._all_to_all(_plain(parts), shapes, async_op)
         return pending if async_op else pending.wait()
 
@@ -253,7 +246,7 @@ class Communicator(ABC):
     ) -> torch.Tensor | Pending[torch.Tensor]:
         """A new tensor with position `src`'s `x`. Elsewhere `x` tells shape and dtype only."""
         self._position("broadcast", src)
-        if self.size == 1 or x.device.type == "meta":
+        if self.size == 1:
             return _done(_copy(x), async_op)
         pending = self._broadcast(x.detach() if x.requires_grad else x, src, async_op)
         return pending if async_op else pending.wait()
@@ -305,8 +298,6 @@ class Communicator(ABC):
             self._own("scatter", "parts[rank]", parts[self.rank].shape, like.shape)
         if self.size == 1 and parts is not None:
             return _done(_copy(parts[0]), async_op)
-        if like.device.type == "meta":
-            return _done(_copy(like), async_op)
         given = _plain(parts) if parts is not None and src == self.rank else None
         pending = self._scatter(given, like, src, shapes, async_op)
         return pending if async_op else pending.wait()

@@ -94,7 +94,7 @@ def in_pairs(run: Try) -> Try:
 
 def ready(x: torch.Tensor) -> bool:
     """True for a tensor that may be given to a bound collective, and to what is bound around it."""
-    return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not modes()
+    return type(x) is torch.Tensor and not x.requires_grad and x.is_contiguous() and not x.is_meta and not modes()
 
 
 def carried(dtype: torch.dtype) -> bool:

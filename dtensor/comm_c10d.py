@@ -229,7 +229,7 @@ class C10dCommunicator(Communicator):
 
     def all_gather_flat(self, x: torch.Tensor, *, async_op: bool = False) -> Pending[torch.Tensor]:
         """See `Communicator`: here without a detour by way of parts."""
-        if self._order is not None or self.size == 1 or x.device.type == "meta":
+        if self._order is not None or self.size == 1:
             return super().all_gather_flat(x, async_op=async_op)
         dtype, flat = x.dtype, flat_of(x.detach() if x.requires_grad else x)
         direct = eager(x) and not sent_by.in_queue(x)
@@ -239,7 +239,7 @@ class C10dCommunicator(Communicator):
         self, flat: torch.Tensor, leave: list[int], arrive: list[int], *, async_op: bool = False
     ) -> Pending[torch.Tensor]:
         """See `Communicator`: here without a detour by way of parts."""
-        if self._order is not None or self.size == 1 or flat.device.type == "meta":
+        if self._order is not None or self.size == 1:
             return super().all_to_all_flat(flat, leave, arrive, async_op=async_op)
         dtype, width = flat.dtype, items_of(flat.dtype)
         if width > 1:
@@ -251,7 +251,7 @@ class C10dCommunicator(Communicator):
         """See `Communicator`: here without a detour by way of parts, where the group reduces the dtype itself."""
         how = reduction(op, flat.dtype, self.size, not self._nccl or flat.device.type == "cpu")
         plain = how.encode is None and how.decode is None and self._order is None
-        if how.wire is None or not plain or self.size == 1 or flat.device.type == "meta":
+        if how.wire is None or not plain or self.size == 1:
             return super().reduce_scatter_flat(flat, op, async_op=async_op)
         sent = sent_by.reduce_scatter(self, flat.detach() if flat.requires_grad else flat, how.wire, async_op)
         return Pending(finish=sent.wait, raw=sent.lazy)
@@ -378,7 +378,8 @@ class C10dCommunicator(Communicator):
             flat = flat_of(like).new_empty(0) if flats is None else torch.cat(flats)
             arriving: list[Shape] = [(0,)] * self.size
             arriving[src] = tuple(shape)
-            pending = self._exchange(flat, sizes, dtype, arriving, async_op)
+            with standing_for("scatter"):
+                pending = self._exchange(flat, sizes, dtype, arriving, async_op)
             return Pending(finish=lambda: pending.wait()[src])
         most = max(prod(s) for s in shapes) * items_of(dtype)
         out = flat_of(like).new_empty(most)

@@ -31,8 +31,8 @@ _CARRIER |= {
 
 
 def eager(x: torch.Tensor) -> bool:
-    """False for tensors without values, of which a graph is made: its collectives must be functional ones."""
-    return type(x).__name__ not in ("FakeTensor", "FunctionalTensor")
+    """False for tensors without values, on meta or of a trace: their collectives must be functional ones."""
+    return not x.is_meta and type(x).__name__ not in ("FakeTensor", "FunctionalTensor")
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:

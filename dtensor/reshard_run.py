@@ -66,8 +66,8 @@ def run_reshard(plan: ReshardPlan, local: torch.Tensor, *, async_op: bool = Fals
 
     All ranks of the mesh must call it. The result shares no memory with `local`, except where no rank's data
     changes (no steps, or only new labels); it is contiguous unless it is `local`. With `async_op` it may be an
-    `AsyncCollectiveTensor`, which waits when first used. Meta tensors and ranks outside the mesh (empty
-    result) do not communicate. Not differentiable. Raises LayoutError where `local` has not the shape that
+    `AsyncCollectiveTensor`, which waits when first used. Ranks outside the mesh (empty result) do not
+    communicate; meta tensors do as others, but that nothing travels. Not differentiable. Raises LayoutError where `local` has not the shape that
     `plan.src` says.
     """
     bound = plan.bound
@@ -151,8 +151,6 @@ def _bind(plan: ReshardPlan) -> Run:
         return x
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        if x.device.type == "meta":
-            return x.new_empty(dst_shape)
         try:
             if async_op and several and can_run_beside(x):
                 return belongs_to(beside(whole, x, dst_shape), plan)

@@ -178,7 +178,7 @@ def _agrees(ctx: KernelContext, target: torch.Tensor) -> bool:
     at = ctx.call.index("target")
     if at is None or ctx.in_specs[at].is_replicated() or ctx.call.index("grad_output") is not None:
         return False
-    return ctx.call["reduction"] == MEAN and target.device.type == "cpu"
+    return ctx.call["reduction"] == MEAN and target.device.type in ("cpu", "meta")
 
 
 def _run_nll(ctx: KernelContext) -> Pair | PutOff:

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -231,7 +232,7 @@ def test_blocking_wait_waits_for_every_collective(monkeypatch: pytest.MonkeyPatc
     assert spec is not None and spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
-    on_a_device = torch.empty(2, device="meta")  # any device but the CPU
+    on_a_device = SimpleNamespace(device=torch.device("cuda"), is_meta=False)
     assert fresh.in_queue(on_a_device) is (not name) and not fresh.in_queue(torch.empty(2))
     waited, wait = [], fresh._wait
     monkeypatch.setattr(fresh, "_wait", lambda x: waited.append(x) or wait(x))

@@ -133,6 +133,8 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: obje
         "gather": got,
         "send": 0,
     }.get(kind.removesuffix("_coalesced"), got)
+    if kind in ("broadcast", "scatter") and group is not None and _root(values) == group.rank():
+        received = 0
     return Collective(purpose.kind or kind, k, received, next((t.element_size() for t in (*made, *given)), 0))
 
 
@@ -158,6 +160,11 @@ def _own_share(values: Iterable[object], k: int, rank: int) -> float:
         if isinstance(v, (list, tuple)) and len(v) == k and all(isinstance(n, int) for n in v) and sum(v):
             return float(v[rank] / sum(v))
     return 1 / k
+
+
+def _root(values: Iterable[object]) -> int | None:
+    """The group rank that a broadcast or scatter comes from: the first number among an operator's arguments."""
+    return next((v for v in values if type(v) is int), None)
 
 
 def _group(values: Iterable[object]) -> dist.ProcessGroup | None:
