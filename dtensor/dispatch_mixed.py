@@ -5,6 +5,7 @@ of both kinds to one list op, whose elements have nothing to do with each other:
 
     _foreach_mul_([plain, f32[8@tp], plain], 0.9)      the plain ones by themselves, the DTensors by themselves
 
+(the step counts of an optimizer, plain numbers beside a DTensor, go with it)
 and scale every gradient by one number, a DTensor where any gradient is one: `plain.mul_(number)` uses the number's
 value, which all ranks of its mesh agree on. Anything else that mixes is the business of `dtensor.dispatch_plain`.
 """
@@ -34,9 +35,8 @@ def run_kinds(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     count = len(lists[0]) if lists else 0
     if any(len(x) != count for x in lists):
         return None
-    kinds = [{is_dtensor(x[i]) for x in lists} for i in range(count)]
-    plain = [i for i, k in enumerate(kinds) if k == {False}]
-    ours = [i for i, k in enumerate(kinds) if k == {True}]
+    plain = [i for i in range(count) if not any(is_dtensor(x[i]) for x in lists)]
+    ours = [i for i in range(count) if i not in plain and all(is_dtensor(x[i]) or x[i].ndim == 0 for x in lists)]
     if len(plain) + len(ours) != count or not plain:
         return None
     if any(isinstance(a, torch.Tensor) and a.ndim for a in named.values()):

@@ -72,6 +72,7 @@ class _Tracer:
         made = self._without_values(real, name)
         safe = "".join(c if c.isalnum() else "_" for c in name)
         node = self.recorder.graph.placeholder(safe if safe[:1].isalpha() else f"v_{safe}")
+        node.target = node.name  # names may recur, arguments may not
         node.meta["val"] = made
         self.recorder.know(made, node)
         self.program.inputs.append((kind, at))

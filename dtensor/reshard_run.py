@@ -66,9 +66,9 @@ def run_reshard(plan: ReshardPlan, local: torch.Tensor, *, async_op: bool = Fals
 
     All ranks of the mesh must call it. The result shares no memory with `local`, except where no rank's data
     changes (no steps, or only new labels); it is contiguous unless it is `local`. With `async_op` it may be an
-    `AsyncCollectiveTensor`, which waits when first used. Ranks outside the mesh (empty result) do not
-    communicate; meta tensors do as others, but that nothing travels. Not differentiable. Raises LayoutError where `local` has not the shape that
-    `plan.src` says.
+    `AsyncCollectiveTensor`, which waits when first used. Ranks outside the mesh (empty result) do not communicate;
+    collectives of meta tensors are counted as those of others, but nothing travels. Not differentiable. Raises
+    LayoutError where `local` has not the shape that `plan.src` says.
     """
     bound = plan.bound
     if not bound:

@@ -615,3 +615,82 @@ def case_block(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_on_processes() -> None:
     run_ranks(4, [case_block]).check()
+
+
+FOREACH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, maximize=True, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, foreach=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1, foreach=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True, foreach=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1, foreach=True),
+}
+
+
+@pytest.mark.parametrize("kind", FOREACH)
+def test_foreach_optimizers_take_plain_parameters_beside_sharded_ones(kind: str) -> None:
+    shapes, layouts = [(5, 3), (4,), (3, 2), (1, 2)], [[Shard(0)], None, [R], [Shard(1)]]
+
+    def parameters(mesh: Any) -> list[nn.Parameter]:
+        torch.manual_seed(7)
+        tensors = [torch.randn(s) for s in shapes]
+        return [
+            nn.Parameter(t if mesh is None or at is None else distribute_tensor(t, mesh, at))
+            for t, at in zip(tensors, layouts, strict=True)
+        ]
+
+    def steps(mesh: Any, lowered: bool) -> list[torch.Tensor]:
+        params = parameters(mesh)
+        opt = FOREACH[kind](params)
+
+        def step(params: list[nn.Parameter], opt: torch.optim.Optimizer) -> None:
+            for p in params:
+                p.grad = p.detach() * 0.5 + 1
+            opt.step()
+
+        run: Any = dtensor.lower(step, params, opt) if lowered else step
+        for _ in range(3):
+            run(params, opt)
+        return [full(p) for p in params]
+
+    want = steps(None, False)
+
+    def f(mesh: Any) -> None:
+        for lowered in (False, True):
+            for got, one in zip(steps(mesh, lowered), want, strict=True):
+                assert_close(got, one)
+
+    on((2,), f)
+
+
+def test_graph_modules_of_models_whose_parameters_have_one_name() -> None:
+    mesh = start_fake_world()
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    net = nn.Sequential(block(), block(), nn.Linear(4, 4))
+    for layer in net.modules():
+        layout = [R, Shard(0) if isinstance(layer, nn.Linear) else R]
+        for name, p in [*layer.named_parameters(recurse=False)]:
+            setattr(layer, name, nn.Parameter(distribute_tensor(p.detach(), mesh, layout)))
+    opt = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(net: nn.Module, opt: torch.optim.Optimizer, x: DTensor) -> DTensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    module = dtensor.lower(step, net, opt, distribute_tensor(torch.ones(2, 4), mesh, [R, R])).graph_module
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    assert len({n.target for n in inputs}) == len(inputs) > 10
+    module.graph.lint()
+    module.recompile()
+    module(*[torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in inputs])

@@ -1,4 +1,4 @@
-"""What is sent is the same for tensors with values, on meta and in a trace: counted by CommDebugMode, as it was sent."""
+"""Tensors on meta and of a trace send what tensors with values send: CommDebugMode counts the same."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import (
-    DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh,
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    init_device_mesh,
 )  # fmt: skip
 from dtensor.debug import CommDebugMode
-from parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
+from parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 R, P = Replicate(), Partial()
 Counted = tuple[dict[str, int], list[tuple[str, int]]]
@@ -127,7 +135,8 @@ def mixed(device: str, mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 10, device=device), mesh, [Shard(0)])
     (x @ x.T).softmax(0).cumsum(1).sum()
     x[2:7].flip(0).sort(dim=0)
-    torch.nn.functional.cross_entropy(x, distribute_tensor(torch.zeros(8, dtype=torch.long, device=device), mesh, [R])).full_tensor()
+    targets = distribute_tensor(torch.zeros(8, dtype=torch.long, device=device), mesh, [R])
+    torch.nn.functional.cross_entropy(x, targets).full_tensor()
     x.full_tensor()
 
 
