@@ -80,11 +80,11 @@ gpu-check:
 
 # All rules as one text file, which a test compares: run this after a change of rules and read the diff.
 golden: $(STAMP)
-	$(PY) -m propagation_rules list > docs/rules.txt
+	$(PY) -m dtensor.propagation_rules list > docs/rules.txt
 
 # Every rule against numbers on the calls that torch's database of operators leads to.
 sweep: $(STAMP)
-	$(PY) -m propagation_rules check --all --keys --jobs $(JOBS) --missing-to docs/missing.md $(SWEEP)
+	$(PY) -m dtensor.propagation_rules check --all --keys --jobs $(JOBS) --missing-to docs/missing.md $(SWEEP)
 
 bench: $(STAMP)
 	$(PY) benchmarks/run.py

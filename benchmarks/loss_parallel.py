@@ -31,7 +31,7 @@ import torch.nn.functional as F
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
 from meter import Meter  # noqa: E402
 
-CONTEXTS = {"torch": "torch.distributed.tensor.parallel", "ours": "loss"}
+CONTEXTS = {"torch": "torch.distributed.tensor.parallel", "ours": "dtensor.loss"}
 # rows, classes of all ranks, dtype
 LOGITS = [(16, 4096, "float32"), (512, 32768, "float32"), (512, 32768, "bfloat16"), (2048, 32768, "float32")]
 # rows, features, classes of all ranks, dtype

@@ -8,9 +8,6 @@ The names are those of `torch.distributed.tensor` and `torch.distributed.device_
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtensor import tensor as _tensor
@@ -31,28 +28,9 @@ if TYPE_CHECKING:
 _tensor.register_with_torch()
 
 
-def _unhide_packages() -> None:
-    """Let a script called `loss.py` or `parallel.py` import the packages of these names.
-
-    Python puts a script's folder first on the path, so `from loss import loss_parallel` in a script of that name
-    would import the script itself. Nothing happens for any other script.
-    """
-    name = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").stem
-    home = Path(__file__).parent.parent / name / "__init__.py"
-    if name in ("loss", "parallel") and name not in sys.modules and home.exists():
-        spec = importlib.util.spec_from_file_location(name, home, submodule_search_locations=[str(home.parent)])
-        if spec is not None and spec.loader is not None:
-            spec.loader = importlib.util.LazyLoader(spec.loader)
-            sys.modules[name] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-
-
-_unhide_packages()
-
-
 def __getattr__(name: str) -> object:
-    """`dtensor.experimental`, `dtensor.lower` and `dtensor.LowerError` load when first asked for."""
-    if name == "experimental":
+    """The packages inside, `dtensor.lower` and `dtensor.LowerError` load when first asked for."""
+    if name in ("debug", "experimental", "loss", "parallel"):
         return importlib.import_module(f"dtensor.{name}")
     if name in ("lower", "LowerError"):
         from dtensor.lowering import LowerError, lower

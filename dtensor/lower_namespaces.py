@@ -21,7 +21,7 @@ from dtensor.lower_places import Content, Watched
 
 __all__ = ["Namespaces", "from_known", "known"]
 
-_KNOWN = frozenset({"torch", "dtensor", "propagation_rules", "parallel", "loss", "numpy", *sys.stdlib_module_names})
+_KNOWN = frozenset({"torch", "dtensor", "numpy", *sys.stdlib_module_names})
 """Packages whose code is not followed: it depends on nothing that a user changes."""
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
 """Names with which code reads the environment."""

@@ -4,7 +4,7 @@
     python -m dtensor.port --apply train.py models/*.py     and writes it
 
     from torch.distributed.tensor import DTensor, Shard     from dtensor import DTensor, Shard
-    import torch.distributed.tensor.parallel as tp          import parallel as tp
+    import torch.distributed.tensor.parallel as tp          import dtensor.parallel as tp
     dist.init_device_mesh("cpu", (2,))                      dtensor.init_device_mesh("cpu", (2,))
 
 What has no counterpart is left as it is and named, with its line; the exit status is then 1. Only import statements and
@@ -31,14 +31,12 @@ PACKAGES = {
     "torch.distributed._tensor": "dtensor",
     "torch.distributed.device_mesh": "dtensor",
     "torch.distributed.tensor.device_mesh": "dtensor",
-    "torch.distributed.tensor.parallel": "parallel",
+    "torch.distributed.tensor.parallel": "dtensor.parallel",
     "torch.distributed.tensor.experimental": "dtensor.experimental",
     "torch.distributed.tensor.debug": "dtensor.debug",
     "torch.distributed.tensor.placement_types": "dtensor.placement",
 }
 """Modules of torch that have one of ours with the same names."""
-LOSS = {"loss_parallel": "loss"}
-"""What torch's `parallel` has, and a package of its own here."""
 ALSO_IN_DISTRIBUTED = ("DeviceMesh", "init_device_mesh")
 
 
@@ -59,14 +57,13 @@ def _home(module: str, name: str) -> tuple[str, str] | None:
     """Our (module, name) for a name that `module` of torch has; None where there is none."""
     if not (is_under(module, ROOTS) or (module == "torch.distributed" and name in ALSO_IN_DISTRIBUTED)):
         return None
-    if name in LOSS:
-        return LOSS[name], name
     for names in OURS.values():
         if name in names:
             there, _, attribute = names[name].partition(":")
-            for package in ("dtensor", "parallel", "dtensor.experimental", "dtensor.debug"):
-                # What stands in for a style's function while torch's names are swapped is `parallel`'s own otherwise.
-                ours = is_under(there, (package,)) or (package == "parallel" and there == "dtensor.swap.stand_ins")
+            for package in ("dtensor", "dtensor.parallel", "dtensor.experimental", "dtensor.debug"):
+                # What stands in for a style's function under the swap is that of `dtensor.parallel` otherwise.
+                stands_in = package == "dtensor.parallel" and there == "dtensor.swap.stand_ins"
+                ours = stands_in or is_under(there, (package,))
                 if ours and attribute in getattr(import_module(package), "__all__"):  # noqa: B009
                     return package, attribute
             return there, attribute
@@ -189,9 +186,9 @@ class _Porter:
             home = _home(module, name)
             if home is None:
                 continue
-            if n == extra + 1 and self.kept.get(parts[0]) in (home[0], "parallel" if home[0] == "loss" else ""):
+            if n == extra + 1 and self.kept.get(parts[0]) == home[0]:
                 return  # the import gives it already
-            package = "parallel" if home[0] == "loss" else home[0]
+            package = home[0]
             if package.split(".")[0] in self.bound:
                 self.left.append((node.lineno, f"{'.'.join(parts)}: {package} is another variable in this file"))
                 return

@@ -163,7 +163,7 @@ def load() -> None:
     global _loaded
     if not _loaded:
         _loaded = True
-        importlib.import_module("propagation_rules")
+        importlib.import_module("dtensor.propagation_rules")
 
 
 def entries() -> Mapping[str, Entry]:

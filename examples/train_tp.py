@@ -49,7 +49,7 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-10}
 
 # Where the names come from. The names are the same, so changing engines is changing imports.
 ENGINES = {
-    "ours": ("dtensor", "parallel", "loss"),
+    "ours": ("dtensor", "dtensor.parallel", "dtensor.loss"),
     "torch": ("torch.distributed.tensor", "torch.distributed.tensor.parallel", "torch.distributed.tensor.parallel"),
 }
 

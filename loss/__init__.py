@@ -8,7 +8,11 @@
 
 from __future__ import annotations
 
-from loss.context import loss_parallel
-from loss.linear import linear_cross_entropy
+from dtensor.folders import also_called
+
+also_called(__name__)
+
+from .context import loss_parallel
+from .linear import linear_cross_entropy
 
 __all__ = ["linear_cross_entropy", "loss_parallel"]

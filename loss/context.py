@@ -31,10 +31,11 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
-from loss.cross_entropy import cross_entropy
-from loss.layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved
-from loss.linear import linear_cross_entropy
-from loss.rows import class_dim
+
+from .cross_entropy import cross_entropy
+from .layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved
+from .linear import linear_cross_entropy
+from .rows import class_dim
 
 __all__ = ["loss_parallel"]
 

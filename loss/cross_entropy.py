@@ -19,11 +19,12 @@ import torch
 
 from dtensor import DTensor, Replicate
 from dtensor.kernel import looks_at_values
-from loss import kernels as _kernels
-from loss import probabilities as _probabilities
-from loss.rows import Classes, along_classes, class_dim, index_totals
-from propagation_rules.classes import check_targets
-from propagation_rules.loss import accumulation_dtype
+from dtensor.propagation_rules.classes import check_targets
+from dtensor.propagation_rules.loss import accumulation_dtype
+
+from . import kernels as _kernels
+from . import probabilities as _probabilities
+from .rows import Classes, along_classes, class_dim, index_totals
 
 __all__ = ["autocast_dtype", "cross_entropy", "in_parts", "mean_of", "settled_total", "totals_of"]
 

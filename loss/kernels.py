@@ -28,9 +28,10 @@ import torch
 
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
+from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
 from dtensor.registry import Call, register
-from loss.rows import Classes, Runs, class_dim, finish, merge, row_gradient, row_statistics
-from propagation_rules.loss import accumulation_dtype, combine_statistics
+
+from .rows import Classes, Runs, class_dim, finish, merge, row_gradient, row_statistics
 
 __all__ = ["Forward", "all_classes", "classes_of", "index_backward", "index_forward", "library"]
 

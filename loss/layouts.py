@@ -9,8 +9,9 @@ import torch
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
-from loss.cross_entropy import totals_of
-from propagation_rules.loss import accumulation_dtype
+from dtensor.propagation_rules.loss import accumulation_dtype
+
+from .cross_entropy import totals_of
 
 __all__ = ["check_index_dtype", "check_options", "check_weight", "cuts", "distributed", "known_totals", "moved"]
 

@@ -29,9 +29,11 @@ import torch.nn.functional as F
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
-from loss import linear_kernels as _kernels
-from loss.cross_entropy import autocast_dtype, in_parts, mean_of, settled_total
-from loss.layouts import (
+from dtensor.propagation_rules.loss import accumulation_dtype
+
+from . import linear_kernels as _kernels
+from .cross_entropy import autocast_dtype, in_parts, mean_of, settled_total
+from .layouts import (
     check_index_dtype,
     check_options,
     check_weight,
@@ -40,7 +42,6 @@ from loss.layouts import (
     known_totals,
     moved,
 )
-from propagation_rules.loss import accumulation_dtype
 
 __all__ = ["linear_cross_entropy"]
 

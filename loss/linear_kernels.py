@@ -29,10 +29,11 @@ import torch
 
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
+from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
 from dtensor.registry import Call, register
-from loss.kernels import Forward, classes_of, library
-from loss.rows import Classes, Runs, block_gradient, block_statistics, finish, merge
-from propagation_rules.loss import accumulation_dtype, combine_statistics
+
+from .kernels import Forward, classes_of, library
+from .rows import Classes, Runs, block_gradient, block_statistics, finish, merge
 
 __all__ = ["Gradients", "TILE_ELEMENTS", "backward", "forward", "tile_sizes"]
 

@@ -16,10 +16,17 @@ import torch
 
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
+from dtensor.propagation_rules.loss import (
+    accumulation_dtype,
+    combine_statistics,
+    finite_top,
+    local_max_and_sum,
+    log_sum_exp,
+)
 from dtensor.registry import Call, register
-from loss.kernels import Forward, all_classes, classes_of, library
-from loss.rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift
-from propagation_rules.loss import accumulation_dtype, combine_statistics, finite_top, local_max_and_sum, log_sum_exp
+
+from .kernels import Forward, all_classes, classes_of, library
+from .rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift
 
 __all__ = ["probability_backward", "probability_forward"]
 

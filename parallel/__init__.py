@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loss import loss_parallel
-from parallel.input_reshard import input_reshard
-from parallel.linear import ColwiseParallel, RowwiseParallel
-from parallel.packed import PackedColwiseParallel
-from parallel.plan import parallelize_module
-from parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from parallel.sequence import SequenceParallel
-from parallel.style import ParallelStyle
-from parallel.undo import unparallelize_module
+from dtensor.folders import also_called
+
+also_called(__name__)
+
+from dtensor.loss import loss_parallel
+
+from .input_reshard import input_reshard
+from .linear import ColwiseParallel, RowwiseParallel
+from .packed import PackedColwiseParallel
+from .plan import parallelize_module
+from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .sequence import SequenceParallel
+from .style import ParallelStyle
+from .undo import unparallelize_module
 
 if TYPE_CHECKING:
-    from parallel.check import check_plan
-    from parallel.suggest import suggest_plan
+    from .check import check_plan
+    from .suggest import suggest_plan
 
 __all__ = [
     "ColwiseParallel", "PackedColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
@@ -31,11 +36,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """`check_plan` and `suggest_plan` load when first asked for."""
     if name == "check_plan":
-        from parallel.check import check_plan
+        from .check import check_plan
 
         return check_plan
     if name == "suggest_plan":
-        from parallel.suggest import suggest_plan
+        from .suggest import suggest_plan
 
         return suggest_plan
-    raise AttributeError(f"module 'parallel' has no attribute {name!r}")
+    raise AttributeError(f"module 'dtensor.parallel' has no attribute {name!r}")

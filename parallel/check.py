@@ -25,10 +25,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from dtensor import DeviceMesh
 from dtensor.device_mesh import as_mesh
-from parallel.axis import Others
-from parallel.plan import Plan, find, parallelize_module
-from parallel.rehearsal import Call, Example, Rehearsal, Sent, Stage, rehearse
-from parallel.style import ParallelStyle
+
+from .axis import Others
+from .plan import Plan, find, parallelize_module
+from .rehearsal import Call, Example, Rehearsal, Sent, Stage, rehearse
+from .style import ParallelStyle
 
 __all__ = ["PlanCheck", "Row", "check_plan", "try_plan"]
 

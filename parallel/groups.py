@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parallel.plan import find
-from parallel.trace import INPUT, Layer, Trace
+from .plan import find
+from .trace import INPUT, Layer, Trace
 
 __all__ = ["Group", "alike", "groups_of", "names_of", "pattern"]
 

@@ -27,7 +27,8 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
 from dtensor.device_mesh import as_mesh
 from dtensor.moved import Watch, memory_version
-from parallel.compare import digest
+
+from .compare import digest
 
 __all__ = ["input_reshard"]
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from dtensor import DTensor, Placement, Replicate, Shard
 from dtensor.strides import stride_like
-from parallel.axis import StyleAxis
-from parallel.undo import full
+
+from .axis import StyleAxis
+from .undo import full
 
 __all__ = ["keep_parts", "put_together", "running_order", "split_output"]
 

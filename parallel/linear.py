@@ -18,10 +18,11 @@ from typing import ClassVar
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
-from parallel.axis import StyleAxis
-from parallel.kinds import Kind, kind_of
-from parallel.steps import WeightSteps, replaced
-from parallel.style import (
+
+from .axis import StyleAxis
+from .kinds import Kind, kind_of
+from .steps import WeightSteps, replaced
+from .style import (
     ParallelStyle,
     arranged,
     check_fresh,

@@ -23,10 +23,11 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Shard
 from dtensor.placement import StridedShard
-from parallel.joined import keep_parts, put_together, running_order, split_output
-from parallel.kinds import Kind
-from parallel.linear import ColwiseParallel
-from parallel.style import lay_out, on_output, relayout
+
+from .joined import keep_parts, put_together, running_order, split_output
+from .kinds import Kind
+from .linear import ColwiseParallel
+from .style import lay_out, on_output, relayout
 
 __all__ = ["PackedColwiseParallel"]
 

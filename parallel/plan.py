@@ -15,10 +15,11 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement
 from dtensor.device_mesh import as_mesh
-from parallel.axis import Others
-from parallel.shared_input import share_inputs
-from parallel.style import ParallelStyle
-from parallel.undo import STYLES, hook_ids, note_applied
+
+from .axis import Others
+from .shared_input import share_inputs
+from .style import ParallelStyle
+from .undo import STYLES, hook_ids, note_applied
 
 __all__ = ["Plan", "find", "parallelize_module"]
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, Placement
-from parallel.axis import StyleAxis
-from parallel.steps import InputSteps, OutputSteps, replaced
-from parallel.style import ParallelStyle, arranged, check_placement, wrap
+
+from .axis import StyleAxis
+from .steps import InputSteps, OutputSteps, replaced
+from .style import ParallelStyle, arranged, check_placement, wrap
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module
-from parallel.steps import SequenceSteps, replaced
-from parallel.style import ParallelStyle, arranged, check_fresh, on_input, on_output
+
+from .steps import SequenceSteps, replaced
+from .style import ParallelStyle, arranged, check_fresh, on_input, on_output
 
 __all__ = ["SequenceParallel"]
 

@@ -19,9 +19,10 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from dtensor.placement import StridedShard
 from dtensor.strides import stride_like
-from parallel.axis import Others, StyleAxis, style_axis
-from parallel.compare import compare_inputs
-from parallel.shared_input import shared
+
+from .axis import Others, StyleAxis, style_axis
+from .compare import compare_inputs
+from .shared_input import shared
 
 __all__ = [
     "ParallelStyle", "arranged", "check_fresh", "check_placement", "lay_out", "on_input", "on_output", "relayout",

@@ -18,14 +18,15 @@ from torch import nn
 
 from dtensor import DeviceMesh, Replicate
 from dtensor.device_mesh import as_mesh
-from parallel.axis import Others, style_axis
-from parallel.groups import alike, groups_of, names_of, pattern
-from parallel.linear import ColwiseParallel, RowwiseParallel
-from parallel.plan import find
-from parallel.rehearsal import Example
-from parallel.style import ParallelStyle
-from parallel.trace import INPUT, Trace
-from parallel.trial import Trial
+
+from .axis import Others, style_axis
+from .groups import alike, groups_of, names_of, pattern
+from .linear import ColwiseParallel, RowwiseParallel
+from .plan import find
+from .rehearsal import Example
+from .style import ParallelStyle
+from .trace import INPUT, Trace
+from .trial import Trial
 
 __all__ = ["SuggestedPlan", "suggest_plan"]
 

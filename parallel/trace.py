@@ -23,8 +23,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dtensor import DTensor
-from parallel.kinds import kind_of
-from parallel.rehearsal import leaves
+
+from .kinds import kind_of
+from .rehearsal import leaves
 
 __all__ = ["INPUT", "Layer", "Trace", "called"]
 

@@ -21,16 +21,17 @@ from torch import nn
 
 from dtensor import DeviceMesh
 from dtensor.experimental import implicit_replication
-from parallel.axis import Others
-from parallel.check import needs_values
-from parallel.groups import Group, names_of, pattern
-from parallel.linear import ColwiseParallel, RowwiseParallel
-from parallel.packed import PackedColwiseParallel
-from parallel.plan import find, parallelize_module
-from parallel.rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, rehearse, split_example
-from parallel.sequence import SequenceParallel
-from parallel.style import ParallelStyle
-from parallel.trace import Layer, Trace, called
+
+from .axis import Others
+from .check import needs_values
+from .groups import Group, names_of, pattern
+from .linear import ColwiseParallel, RowwiseParallel
+from .packed import PackedColwiseParallel
+from .plan import find, parallelize_module
+from .rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, rehearse, split_example
+from .sequence import SequenceParallel
+from .style import ParallelStyle
+from .trace import Layer, Trace, called
 
 __all__ = ["Trial"]
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from dtensor import DTensor
-from parallel.style import APPLIED, ParallelStyle
+
+from .style import APPLIED, ParallelStyle
 
 __all__ = ["STYLES", "HookIds", "hook_ids", "note_applied", "unparallelize_module"]
 
@@ -27,7 +28,6 @@ BESIDE = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 ADDED, STYLES = "_parallel_hooks", "_parallel_styles"
-OURS = ("parallel", "dtensor")
 
 HookIds = dict[tuple[int, str], set[int]]
 
@@ -108,7 +108,7 @@ def _remove_hooks(part: nn.Module) -> None:
         hooks = getattr(part, kind, {})
         for number, hook in list(hooks.items()):
             made_in = getattr(hook, "__module__", None) or ""
-            if (kind, number) in added or made_in.partition(".")[0] in OURS:
+            if (kind, number) in added or made_in.partition(".")[0] == "dtensor":
                 del hooks[number]
                 for beside in BESIDE.get(kind, ()):
                     getattr(part, beside, {}).pop(number, None)

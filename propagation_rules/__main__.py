@@ -1,4 +1,4 @@
-"""`python -m propagation_rules`: print the rules, show one, hold them to numbers.
+"""`python -m dtensor.propagation_rules`: print the rules, show one, hold them to numbers.
 
     list [PATTERN] [--count]            all rules, or those that fit: `list 'aten.*pool*'`
     show OP                             one rule: factors, linearity, kernels, the strategies of one mesh axis
@@ -6,9 +6,9 @@
 
 An OP is `mm`, `aten.mm` or `aten.mm.default`. Sample calls come from torch's database of operators, or from shapes:
 
-    python -m propagation_rules show mm --shapes 5x4 4x3
-    python -m propagation_rules check index_select --shapes 5x4 'i64<5:3' --arg dim=0
-    python -m propagation_rules check --all --jobs 4 --json found.json
+    python -m dtensor.propagation_rules show mm --shapes 5x4 4x3
+    python -m dtensor.propagation_rules check index_select --shapes 5x4 'i64<5:3' --arg dim=0
+    python -m dtensor.propagation_rules check --all --jobs 4 --json found.json
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from propagation_rules.proof import count, listing, reasons, samples, shown, sweep
-from propagation_rules.proof.recorded import Op, RecordedCall
+from .proof import count, listing, reasons, samples, shown, sweep
+from .proof.recorded import Op, RecordedCall
 
 
 class UnknownOp(ValueError):
@@ -138,7 +138,7 @@ def run_check(options: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
-        "python -m propagation_rules", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m dtensor.propagation_rules", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True)
 

@@ -16,7 +16,8 @@ from dtensor.dispatch import special
 from dtensor.errors import LayoutError, explain_error
 from dtensor.factors import Rule
 from dtensor.registry import Call, register
-from propagation_rules.labelled import labelled
+
+from .labelled import labelled
 
 BATCHED = ("src", "query", "key", "value")
 

@@ -24,11 +24,12 @@ from dtensor.placement import Partial, Replicate
 from dtensor.registry import Call, register
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
-from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
-from propagation_rules.gathered import output_spec
-from propagation_rules.labelled import share_of
-from propagation_rules.variance import combined_moments
+
+from .dtypes import accumulation_dtype
+from .empty_shards import is_empty_shard, zeros_of
+from .gathered import output_spec
+from .labelled import share_of
+from .variance import combined_moments
 
 RUNNING = ("running_mean", "running_var")
 

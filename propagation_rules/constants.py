@@ -20,8 +20,9 @@ from dtensor.factors import Linear, Rule
 from dtensor.placement import Partial
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.dtypes import is_exact
-from propagation_rules.pointwise import NUMBERS, broadcast_rule, is_list_op, pointwise
+
+from .dtypes import is_exact
+from .pointwise import NUMBERS, broadcast_rule, is_list_op, pointwise
 
 __all__ = ["with_number"]
 

@@ -25,8 +25,9 @@ from dtensor.kernel import KernelContext
 from dtensor.placement import Partial
 from dtensor.registry import Call, present_groups, register
 from dtensor.spec import Spec
-from propagation_rules.halo import Halo
-from propagation_rules.pointwise import sound_groups
+
+from .halo import Halo
+from .pointwise import sound_groups
 
 N, G, C, O, SPACE = range(5)  # noqa: E741
 NAMES = ("input", "weight", "bias")

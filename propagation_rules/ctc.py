@@ -20,7 +20,8 @@ import torch
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.labelled import labelled
+
+from .labelled import labelled
 
 LENGTHS = ("input_lengths", "target_lengths")
 

@@ -22,10 +22,11 @@ from dtensor.registry import Call, register
 from dtensor.reshard_run import resolved
 from dtensor.spec import Spec
 from dtensor.strides import in_order
-from propagation_rules.exchange import Places, Run, cutting, exchange, places
-from propagation_rules.exchange_rules import MOVES, exchanging
-from propagation_rules.gathered import output_spec
-from propagation_rules.labelled import labelled, local_size
+
+from .exchange import Places, Run, cutting, exchange, places
+from .exchange_rules import MOVES, exchanging
+from .gathered import output_spec
+from .labelled import labelled, local_size
 
 CUT = "diagonal"  # the label of the dim that is cut, of the two, and of the diagonal
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from dtensor.factors import Rule
 from dtensor.registry import Call, pattern, register
-from propagation_rules.empty_shards import zeros_of
+
+from .empty_shards import zeros_of
 
 
 @dataclass(frozen=True, slots=True)

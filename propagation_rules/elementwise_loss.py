@@ -19,7 +19,8 @@ import torch
 from dtensor.factors import Bind, Dims, Rule, linear
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.pointwise import NUMBERS, broadcast_dims, broadcast_shape
+
+from .pointwise import NUMBERS, broadcast_dims, broadcast_shape
 
 NONE, MEAN, SUM = 0, 1, 2
 

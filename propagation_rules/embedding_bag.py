@@ -25,7 +25,8 @@ from dtensor.errors import MeshError, MixedTensorError, explain_error
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.spec import Spec, contiguous_stride
 from dtensor.tensor import DTensor
-from propagation_rules.embedding import rows_are_cut
+
+from .embedding import rows_are_cut
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = range(3)

@@ -28,7 +28,8 @@ import torch
 
 from dtensor.device_mesh import DeviceMesh
 from dtensor.reshard_run import resolved
-from propagation_rules.exchange_plan import (
+
+from .exchange_plan import (
     Block,
     Piece,
     Places,

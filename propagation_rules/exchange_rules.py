@@ -19,9 +19,10 @@ import torch
 from dtensor.factors import Kernel, Linear, Rule, passes
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call
-from propagation_rules.exchange import Run, busiest, cutting, exchange, places, places_of
-from propagation_rules.gathered import output_spec
-from propagation_rules.labelled import every_dim, labelled, share_of
+
+from .exchange import Run, busiest, cutting, exchange, places, places_of
+from .gathered import output_spec
+from .labelled import every_dim, labelled, share_of
 
 __all__ = ["MOVES", "exchanged", "exchanging", "rearranged", "traffic"]
 

@@ -17,8 +17,9 @@ import torch
 from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.gathered import as_bits, from_bits, gather_stacked, output_spec
-from propagation_rules.reduce import least, reduced_dims, reduced_rule
+
+from .gathered import as_bits, from_bits, gather_stacked, output_spec
+from .reduce import least, reduced_dims, reduced_rule
 
 BEYOND = torch.iinfo(torch.int64).max
 

@@ -14,7 +14,8 @@ from dtensor.factors import Rule, passes
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.labelled import every_dim, labelled
+
+from .labelled import every_dim, labelled
 
 R = Replicate()
 

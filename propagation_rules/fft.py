@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
-from propagation_rules.labelled import but, labelled
+
+from .empty_shards import is_empty_shard, zeros_of
+from .labelled import but, labelled
 
 __all__ = ["transform"]
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dtensor.factors import Dims, Rule, linear
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
+
+from .empty_shards import is_empty_shard, zeros_of
 
 
 def group_norm(call: Call) -> Rule:

@@ -21,7 +21,8 @@ import torch
 from dtensor.comm import Communicator
 from dtensor.kernel import KernelContext
 from dtensor.spec import Interval, Spec
-from propagation_rules.exchange import places
+
+from .exchange import places
 
 __all__ = ["Halo"]
 

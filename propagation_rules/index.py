@@ -21,9 +21,10 @@ import torch
 from dtensor.factors import Rule, linear, passes
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.index_kernels import checked, reading, writing
-from propagation_rules.labelled import every_dim, labelled, shares_value
-from propagation_rules.scatter import put_at_mask
+
+from .index_kernels import checked, reading, writing
+from .labelled import every_dim, labelled, shares_value
+from .scatter import put_at_mask
 
 READS = (passes(0),)
 I, N = "i", "n"  # noqa: E741 - the factors of the indices and of the dim that they point into

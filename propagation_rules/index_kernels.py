@@ -19,9 +19,10 @@ from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.registry import Call
 from dtensor.spec import Spec
-from propagation_rules.classes import local_slots
-from propagation_rules.empty_shards import is_empty_shard
-from propagation_rules.labelled import share_of
+
+from .classes import local_slots
+from .empty_shards import is_empty_shard
+from .labelled import share_of
 
 __all__ = ["checked", "reading", "writing"]
 

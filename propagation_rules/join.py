@@ -12,9 +12,10 @@ from collections.abc import Hashable
 
 from dtensor.factors import Rule, passes
 from dtensor.registry import Call, register
-from propagation_rules.exchange import Run, cutting, divides
-from propagation_rules.exchange_rules import exchanged
-from propagation_rules.labelled import every_dim, labelled
+
+from .exchange import Run, cutting, divides
+from .exchange_rules import exchanged
+from .labelled import every_dim, labelled
 
 
 def cat(call: Call) -> Rule:

@@ -26,8 +26,9 @@ from dtensor.kernel import KernelContext, traced
 from dtensor.pattern import parse_pattern
 from dtensor.registry import Builder, Call, register
 from dtensor.spec import Spec
-from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.pointwise import broadcast_rule, sound_groups
+
+from .dtypes import accumulation_dtype
+from .pointwise import broadcast_rule, sound_groups
 
 __all__ = ["matrices", "plain_run"]
 

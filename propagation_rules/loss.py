@@ -26,7 +26,8 @@ from dtensor.deferred import PutOff
 from dtensor.factors import Dims, Kernel, Linear, Rule, linear
 from dtensor.kernel import KernelContext, looks_at_values, traced
 from dtensor.registry import Call, register
-from propagation_rules.classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
+
+from .classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
 
 NONE, MEAN, SUM = 0, 1, 2
 

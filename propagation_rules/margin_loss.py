@@ -17,8 +17,9 @@ import torch
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.empty_shards import is_empty_shard
-from propagation_rules.labelled import labelled
+
+from .empty_shards import is_empty_shard
+from .labelled import labelled
 
 NONE, MEAN, SUM = 0, 1, 2
 

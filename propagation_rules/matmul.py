@@ -19,9 +19,10 @@ from dtensor.factors import Dims, Linear, Rule
 from dtensor.pattern import parse_pattern
 from dtensor.registry import Call, pattern, present_groups, register
 from dtensor.spec import Spec
-from propagation_rules.dtypes import is_exact
-from propagation_rules.empty_shards import is_empty_shard
-from propagation_rules.pointwise import sound_groups
+
+from .dtypes import is_exact
+from .empty_shards import is_empty_shard
+from .pointwise import sound_groups
 
 
 @dataclass(frozen=True, slots=True)

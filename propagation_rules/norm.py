@@ -19,8 +19,9 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.variance import combined_moments
+
+from .dtypes import accumulation_dtype
+from .variance import combined_moments
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 

@@ -24,7 +24,8 @@ from torch.nn.utils import clip_grad
 from dtensor.device_mesh import DeviceMesh
 from dtensor.errors import MeshError
 from dtensor.tensor import DTensor
-from propagation_rules.pending_gradients import settle
+
+from .pending_gradients import settle
 
 __all__: list[str] = []
 

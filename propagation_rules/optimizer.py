@@ -26,8 +26,9 @@ from dtensor.placement import Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
-from propagation_rules import optimizer_lists  # noqa: F401 - takes the place of torch's functions
-from propagation_rules.pending_gradients import settle, settle_gradients
+
+from . import optimizer_lists  # noqa: F401 - takes the place of torch's functions
+from .pending_gradients import settle, settle_gradients
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

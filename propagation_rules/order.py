@@ -23,9 +23,10 @@ from dtensor.kernel import KernelContext
 from dtensor.placement import Replicate
 from dtensor.registry import Call, register
 from dtensor.reshard_run import redistribute_local
-from propagation_rules.exchange import cutting, places, row
-from propagation_rules.gathered import as_bits, from_bits, output_spec
-from propagation_rules.reduce import reduced_rule
+
+from .exchange import cutting, places, row
+from .gathered import as_bits, from_bits, output_spec
+from .reduce import reduced_rule
 
 __all__ = ["along"]
 

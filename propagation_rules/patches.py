@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
-from propagation_rules.empty_shards import zeros_of
-from propagation_rules.labelled import Labels, labelled
+
+from .empty_shards import zeros_of
+from .labelled import Labels, labelled
 
 
 def patches(call: Call) -> Rule:

@@ -18,7 +18,8 @@ import torch
 
 from dtensor.factors import Dims, Linear, Rule
 from dtensor.registry import Builder, Call, present_groups, register
-from propagation_rules.dtypes import cast_passes, is_exact
+
+from .dtypes import cast_passes, is_exact
 
 __all__ = [
     "NUMBERS", "broadcast_dims", "broadcast_rule", "broadcast_shape", "is_list_op", "pointwise", "register_with_lists",

@@ -21,10 +21,11 @@ from dtensor.factors import Dims, Kernel, Linear, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, linear_groups, register
 from dtensor.spec import Spec, TensorMeta
-from propagation_rules.dtypes import is_exact
-from propagation_rules.empty_shards import zeros_of
-from propagation_rules.labelled import labelled
-from propagation_rules.pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
+
+from .dtypes import is_exact
+from .empty_shards import zeros_of
+from .labelled import labelled
+from .pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
 
 __all__ = ["planes"]
 

@@ -21,7 +21,8 @@ import torch
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call
 from dtensor.spec import Spec
-from propagation_rules.halo import Halo
+
+from .halo import Halo
 
 __all__ = ["Window", "run_average", "run_average_backward", "run_largest", "run_largest_backward", "windows"]
 

@@ -16,7 +16,8 @@ from dtensor import random as rng
 from dtensor.factors import Linear, Rule
 from dtensor.registry import Call, pattern, register
 from dtensor.spec import Spec
-from propagation_rules.pointwise import broadcast_rule
+
+from .pointwise import broadcast_rule
 
 Local = Callable[..., torch.Tensor]
 

@@ -19,10 +19,11 @@ import torch
 from dtensor.factors import Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.exchange import Run, backwards, cutting, divides, exchange, places
-from propagation_rules.exchange_rules import MOVES, exchanging, rearranged, traffic
-from propagation_rules.gathered import output_spec
-from propagation_rules.labelled import Labels, every_dim, labelled, shares_value
+
+from .exchange import Run, backwards, cutting, divides, exchange, places
+from .exchange_rules import MOVES, exchanging, rearranged, traffic
+from .gathered import output_spec
+from .labelled import Labels, every_dim, labelled, shares_value
 
 
 def _reversed(call: Call, *dims: int) -> dict[int, tuple[Run, ...]]:

@@ -25,8 +25,9 @@ from dtensor.kernel import KernelContext
 from dtensor.placement import Shard, StridedShard
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.dtypes import accumulation_dtype, cast_passes, is_exact
-from propagation_rules.pointwise import broadcast_rule, is_list_op
+
+from .dtypes import accumulation_dtype, cast_passes, is_exact
+from .pointwise import broadcast_rule, is_list_op
 
 __all__ = ["least", "reduced_dims", "reduced_rule", "reduction"]
 

@@ -15,9 +15,10 @@ from dataclasses import replace
 
 from dtensor.factors import Rule, linear
 from dtensor.registry import Call, register
-from propagation_rules.empty_shards import zeros_of
-from propagation_rules.labelled import labelled
-from propagation_rules.pool import planes
+
+from .empty_shards import zeros_of
+from .labelled import labelled
+from .pool import planes
 
 
 def grid_sampler(call: Call) -> Rule:

@@ -19,8 +19,9 @@ import torch
 from dtensor.factors import Dims, Kernel, Linear, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.dtypes import accumulation_dtype, cast_passes, is_exact
-from propagation_rules.gathered import as_bits, from_bits, gather_stacked, output_spec
+
+from .dtypes import accumulation_dtype, cast_passes, is_exact
+from .gathered import as_bits, from_bits, gather_stacked, output_spec
 
 Fold = tuple[
     Callable[[torch.Tensor, int], torch.Tensor],

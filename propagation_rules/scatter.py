@@ -19,9 +19,10 @@ from dtensor.factors import Kernel, Rule, linear, passes
 from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.registry import Call, register
 from dtensor.spec import Spec
-from propagation_rules.classes import local_slots
-from propagation_rules.labelled import every_dim, labelled
-from propagation_rules.pointwise import broadcast_rule
+
+from .classes import local_slots
+from .labelled import every_dim, labelled
+from .pointwise import broadcast_rule
 
 __all__ = ["put_at_mask"]
 

@@ -22,10 +22,11 @@ from dtensor.registry import Call, register
 from dtensor.reshard_run import resolved
 from dtensor.spec import Spec
 from dtensor.strides import in_order
-from propagation_rules.exchange import Places, Run, backwards, cutting, divides, exchange, places
-from propagation_rules.exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
-from propagation_rules.gathered import output_spec
-from propagation_rules.labelled import but, every_dim, labelled, local_size
+
+from .exchange import Places, Run, backwards, cutting, divides, exchange, places
+from .exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
+from .gathered import output_spec
+from .labelled import but, every_dim, labelled, local_size
 
 
 def _runs(size: int, start: int | None, end: int | None, step: int) -> tuple[Run, ...]:

@@ -17,8 +17,9 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.gathered import gather_stacked, output_spec
+
+from .dtypes import accumulation_dtype
+from .gathered import gather_stacked, output_spec
 
 __all__ = ["softmax"]
 

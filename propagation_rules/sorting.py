@@ -23,9 +23,10 @@ import torch
 from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.exchange import cutting, places
-from propagation_rules.gathered import gather_stacked, output_spec
-from propagation_rules.order import along
+
+from .exchange import cutting, places
+from .gathered import gather_stacked, output_spec
+from .order import along
 
 LOWEST = torch.iinfo(torch.int64).min
 DIGIT = 4  # bits of a key found in one round

@@ -10,10 +10,11 @@ from collections.abc import Hashable
 
 from dtensor.factors import Linear, Rule, linear, passes
 from dtensor.registry import Call, pattern, register, tensor_names
-from propagation_rules.labelled import labelled
-from propagation_rules.matmul import product
-from propagation_rules.pointwise import pointwise
-from propagation_rules.reduce import reduction
+
+from .labelled import labelled
+from .matmul import product
+from .pointwise import pointwise
+from .reduce import reduction
 
 __all__ = ["searchsorted", "trilinear"]
 

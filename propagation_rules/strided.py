@@ -19,7 +19,8 @@ from dtensor.factors import Rule, passes
 from dtensor.registry import Call, register
 from dtensor.spec import Spec, contiguous_stride
 from dtensor.strides import dense, in_order
-from propagation_rules.labelled import labelled
+
+from .labelled import labelled
 
 __all__ = ["as_strided"]
 

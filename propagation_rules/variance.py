@@ -15,10 +15,11 @@ import torch
 from dtensor.factors import Kernel, Rule
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
-from propagation_rules.dtypes import accumulation_dtype
-from propagation_rules.empty_shards import is_empty_shard, zeros_of
-from propagation_rules.gathered import gather_stacked, output_spec
-from propagation_rules.reduce import reduced_dims, reduced_rule
+
+from .dtypes import accumulation_dtype
+from .empty_shards import is_empty_shard, zeros_of
+from .gathered import gather_stacked, output_spec
+from .reduce import reduced_dims, reduced_rule
 
 __all__ = ["combined_moments"]
 

@@ -18,8 +18,9 @@ import torch
 from dtensor.factors import Rule, linear, passes
 from dtensor.registry import Call, register
 from dtensor.spec import Spec, contiguous_stride
-from propagation_rules.labelled import every_dim, labelled, local_size
-from propagation_rules.refinement import common_factors
+
+from .labelled import every_dim, labelled, local_size
+from .refinement import common_factors
 
 MOVES = (passes(0),)
 Local = Callable[..., object]

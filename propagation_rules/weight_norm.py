@@ -9,7 +9,8 @@ from collections.abc import Hashable, Sequence
 
 from dtensor.factors import Linear, Rule, linear
 from dtensor.registry import Call, register
-from propagation_rules.labelled import labelled
+
+from .labelled import labelled
 
 
 def weight_norm(call: Call) -> Rule:

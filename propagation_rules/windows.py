@@ -18,10 +18,11 @@ from dtensor.factors import Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 from dtensor.strides import in_order
-from propagation_rules.exchange import Places, Run, cutting, exchange, places, row
-from propagation_rules.exchange_rules import MOVES, exchanging
-from propagation_rules.gathered import output_spec
-from propagation_rules.labelled import every_dim, labelled, local_size
+
+from .exchange import Places, Run, cutting, exchange, places, row
+from .exchange_rules import MOVES, exchanging
+from .gathered import output_spec
+from .labelled import every_dim, labelled, local_size
 
 
 def _spans(windows: Places, size: int, step: int) -> Places:

@@ -36,9 +36,9 @@ from dtensor.deferred import finish
 from dtensor.dispatch_call import flat as arguments_of
 from dtensor.dispatch_call import make_call, map_args, output_metas
 from dtensor.propagate import all_decisions
+from dtensor.propagation_rules.proof.parts import differs, part_of
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
-from propagation_rules.proof.parts import differs, part_of
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
 REFUSALS = (NotImplementedError, RuntimeError, ValueError)

@@ -193,7 +193,7 @@ def test_collectives_are_functional_and_by_name() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:
     """A program on DTensors that it is given is exported; one that makes or moves some is refused, with the call."""
-    from parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = start_fake_world()
 

@@ -20,9 +20,9 @@ from dtensor import DTensor, Partial, Placement, Shard, comm_sent, init_device_m
 from dtensor import reshard_together as together
 from dtensor.comm_together import Together
 from dtensor.errors import CollectiveError
+from dtensor.propagation_rules import pending_gradients
+from dtensor.propagation_rules.pending_gradients import settle
 from dtensor.spec import Spec
-from propagation_rules import pending_gradients
-from propagation_rules.pending_gradients import settle
 
 FOUR = [(Partial(), R), (Shard(0), R), (Partial(), Shard(1)), (Shard(0), Shard(1))]
 CALLS = ["allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"]

@@ -19,7 +19,7 @@ from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, d
 from dtensor.debug import CommDebugMode, visualize_sharding
 from dtensor.debug.collectives import Collective
 from dtensor.debug.visualize import sharding_grid
-from parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 R, P, S = Replicate(), Partial(), Shard
 c10d = torch.ops.c10d_functional

@@ -20,7 +20,7 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
 from dtensor.comm import observers
 from dtensor.cost import CostModel, use_cost_model
-from parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from meter import Meter  # noqa: E402

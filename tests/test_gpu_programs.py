@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor import Partial, Replicate, Shard, init_device_mesh
+from dtensor.propagation_rules.proof import parts
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
-from propagation_rules.proof import parts
 
 LAUNCHER = Path(__file__).parent / "gpu" / "run.py"
 

@@ -16,7 +16,7 @@ from laws import flat, make, rand
 import dtensor
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from dtensor.errors import LayoutError
-from propagation_rules.proof.parts import differs
+from dtensor.propagation_rules.proof.parts import differs
 
 R = Replicate()
 LAYOUTS: tuple[tuple[Placement, ...], ...] = (

@@ -12,11 +12,11 @@ from dtensor import Partial, Replicate, Shard, StridedShard, init_device_mesh
 from dtensor.cost import current_cost_model
 from dtensor.factors import Kernel, Rule
 from dtensor.propagate import decide
+from dtensor.propagation_rules.labelled import labelled
+from dtensor.propagation_rules.pointwise import pointwise
 from dtensor.registry import Call, override, pattern
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, TensorMeta
-from propagation_rules.labelled import labelled
-from propagation_rules.pointwise import pointwise
 
 MM = Sample("mm", torch.mm, (rand(5, 6), rand(6, 3)))
 RELU = Sample("relu", torch.relu, (rand(5, 6),), grads=False)

@@ -19,7 +19,7 @@ from test_parallel_collectives import sent
 import dtensor
 from dtensor import DeviceMesh, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.debug import CommDebugMode
-from loss import linear_cross_entropy, loss_parallel
+from dtensor.loss import linear_cross_entropy, loss_parallel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "loss.md"
 R, S, P = Replicate(), Shard, Partial()

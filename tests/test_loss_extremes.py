@@ -14,7 +14,7 @@ from laws import ints, rand
 
 import dtensor
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
-from loss import loss_parallel
+from dtensor.loss import loss_parallel
 
 R, S = Replicate(), Shard
 INF, NAN = float("inf"), float("nan")
@@ -133,7 +133,7 @@ def test_small_and_empty(shape: tuple[int, ...], smoothing: float) -> None:
 
 def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the blocks that the rows are taken in, the numbers are the same."""
-    from loss import rows
+    from dtensor.loss import rows
 
     monkeypatch.setitem(rows.BLOCK_ELEMENTS, "cpu", 7)
 

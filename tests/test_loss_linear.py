@@ -16,8 +16,8 @@ from laws import Sample, check_layouts, check_strategies, ints, rand
 import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.debug import CommDebugMode
-from loss import linear_cross_entropy, loss_parallel
-from loss.linear_kernels import _part, tile_sizes
+from dtensor.loss import linear_cross_entropy, loss_parallel
+from dtensor.loss.linear_kernels import _part, tile_sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from meter import Meter  # noqa: E402

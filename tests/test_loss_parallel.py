@@ -14,7 +14,7 @@ from laws import ints, rand
 import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.debug import CommDebugMode
-from loss import loss_parallel
+from dtensor.loss import loss_parallel
 
 R, P, S = Replicate(), Partial(), Shard
 REDUCTIONS = ("mean", "sum", "none")

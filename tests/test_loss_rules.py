@@ -11,10 +11,10 @@ from laws import Sample, check_layouts, check_strategies, ints, rand
 
 import dtensor
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.loss.cross_entropy import cross_entropy
+from dtensor.propagation_rules.classes import local_slots
+from dtensor.propagation_rules.loss import nll_loss
 from dtensor.registry import override
-from loss.cross_entropy import cross_entropy
-from propagation_rules.classes import local_slots
-from propagation_rules.loss import nll_loss
 
 
 def ignoring(t: torch.Tensor, every: int = 3) -> torch.Tensor:

@@ -22,9 +22,9 @@ from torch.testing import assert_close
 
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
+from dtensor.loss import loss_parallel
 from dtensor.lowering import LowerError
-from loss import loss_parallel
-from parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 R = Replicate()
 

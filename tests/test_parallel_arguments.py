@@ -22,7 +22,7 @@ from dtensor import (
     init_device_mesh,
     simulate,
 )
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,

@@ -14,7 +14,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor.debug import CommDebugMode
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     PackedColwiseParallel,
     PrepareModuleInput,

@@ -15,8 +15,15 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate
 from dtensor.debug import CommDebugMode
-from parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, check_plan, parallelize_module, suggest_plan
-from parallel.rehearsal import Sent
+from dtensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    check_plan,
+    parallelize_module,
+    suggest_plan,
+)
+from dtensor.parallel.rehearsal import Sent
 
 R = Replicate()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleOutput,

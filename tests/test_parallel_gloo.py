@@ -13,7 +13,7 @@ from test_parallel_styles import mlp, same, seeded
 from torch import nn
 
 from dtensor import init_device_mesh
-from parallel import (
+from dtensor.parallel import (
     PackedColwiseParallel,
     RowwiseParallel,
     check_plan,

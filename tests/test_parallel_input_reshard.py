@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor.debug import CommDebugMode
-from parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor.debug import CommDebugMode
-from parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
+from dtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 
 R = Replicate()
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}

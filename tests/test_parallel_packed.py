@@ -15,8 +15,14 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
 from dtensor.debug import CommDebugMode
+from dtensor.parallel import (
+    ColwiseParallel,
+    PackedColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+    unparallelize_module,
+)
 from dtensor.placement import StridedShard
-from parallel import ColwiseParallel, PackedColwiseParallel, RowwiseParallel, parallelize_module, unparallelize_module
 
 
 class Attention(nn.Module):

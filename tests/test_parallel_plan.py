@@ -14,7 +14,7 @@ from torch import nn
 import dtensor
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
-from parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from dtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 R = Replicate()
 

@@ -14,7 +14,7 @@ from test_parallel_styles import grads_match, mlp, on_ranks, same
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,

@@ -13,7 +13,7 @@ from torch import nn
 import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.debug import CommDebugMode
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,

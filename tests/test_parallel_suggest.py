@@ -25,11 +25,10 @@ from test_parallel_styles import on_ranks, same, seeded
 from torch import nn
 
 import dtensor
-import parallel
-from dtensor import DeviceMesh, DTensor, init_device_mesh, simulate
+from dtensor import DeviceMesh, DTensor, init_device_mesh, parallel, simulate
 from dtensor.debug import CommDebugMode
+from dtensor.parallel import check_plan, parallelize_module, suggest_plan, unparallelize_module
 from dtensor.simulate import fake_world
-from parallel import check_plan, parallelize_module, suggest_plan, unparallelize_module
 
 ENDS = {"model.embed_tokens": "RowwiseParallel(input_layouts=Replicate())",
         "lm_head": "ColwiseParallel(output_layouts=Replicate())"}  # fmt: skip

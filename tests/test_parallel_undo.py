@@ -15,7 +15,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_module
 from dtensor.debug import CommDebugMode
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,

@@ -19,7 +19,7 @@ CASES = {
     ),
     "loss": (
         "from torch.distributed.tensor.parallel import loss_parallel, parallelize_module\n",
-        "from loss import loss_parallel\nfrom parallel import parallelize_module\n",
+        "from dtensor.parallel import loss_parallel, parallelize_module\n",
     ),
     "two homes": (
         "from torch.distributed import DeviceMesh, ReduceOp\n",
@@ -33,17 +33,17 @@ CASES = {
         "if 1:\n    from torch.distributed.tensor.parallel import (\n"
         "        ColwiseParallel, RowwiseParallel,  # both\n"
         "        SequenceParallel, parallelize_module,\n    )\n",
-        "if 1:\n    from parallel import (\n"
+        "if 1:\n    from dtensor.parallel import (\n"
         "        ColwiseParallel,\n        RowwiseParallel,\n        SequenceParallel,\n"
         "        parallelize_module,\n    )  # both\n",
     ),
     "module": (
         "import torch.distributed.tensor.parallel as tp\nstyle = tp.ColwiseParallel()\n",
-        "import parallel as tp\nstyle = tp.ColwiseParallel()\n",
+        "import dtensor.parallel as tp\nstyle = tp.ColwiseParallel()\n",
     ),
     "module from": (
-        "from torch.distributed.tensor import parallel as tp, debug\nwith tp.loss_parallel(): debug.CommDebugMode()\n",
-        "import parallel as tp\nimport dtensor.debug as debug\nwith tp.loss_parallel(): debug.CommDebugMode()\n",
+        "from torch.distributed.tensor import parallel as tp, debug\ntp.loss_parallel, debug.CommDebugMode()\n",
+        "import dtensor.parallel as tp\nimport dtensor.debug as debug\ntp.loss_parallel, debug.CommDebugMode()\n",
     ),
     "dotted": (
         "import torch\nimport torch.distributed as dist\nm = dist.init_device_mesh('é', (2,)), dist.get_rank()\n"

@@ -19,12 +19,12 @@ from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard,
 from dtensor.comm import observers
 from dtensor.factors import Rule
 from dtensor.moved import MovedSpec
+from dtensor.propagation_rules.exchange import Run, backwards, busiest, cutting, exchange, places
+from dtensor.propagation_rules.exchange_plan import plan
+from dtensor.propagation_rules.sorting import sort
 from dtensor.registry import Call, override
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
-from propagation_rules.exchange import Run, backwards, busiest, cutting, exchange, places
-from propagation_rules.exchange_plan import plan
-from propagation_rules.sorting import sort
 
 R = Replicate()
 S0, S1 = Shard(0), Shard(1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtensor.propagation_rules.__main__ import main
+from dtensor.propagation_rules.proof.count import KINDS, coverage, covering, kind_of
+from dtensor.propagation_rules.proof.lines import code_lines, kernel_lines
+from dtensor.propagation_rules.proof.listing import listing
 from dtensor.registry import entries, pattern, register, unregister
-from propagation_rules.__main__ import main
-from propagation_rules.proof.count import KINDS, coverage, covering, kind_of
-from propagation_rules.proof.lines import code_lines, kernel_lines
-from propagation_rules.proof.listing import listing
 
 DOCS = Path(__file__).parent.parent / "docs"
 aten = torch.ops.aten

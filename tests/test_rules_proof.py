@@ -1,4 +1,4 @@
-"""Rules against numbers: what `python -m propagation_rules check` is made of, and a fixed sample of the whole sweep."""
+"""Rules against numbers: what `python -m dtensor.propagation_rules check` is made of; a fixed sample of the sweep."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import dtensor
 from dtensor import Partial, Replicate, Shard, init_device_mesh
 from dtensor import dispatch as hot
 from dtensor.factors import Linear, Rule
+from dtensor.propagation_rules.__main__ import UnknownOp, main, overloads
+from dtensor.propagation_rules.pointwise import pointwise
+from dtensor.propagation_rules.proof import samples
+from dtensor.propagation_rules.proof.keys import stale_plans, variants
+from dtensor.propagation_rules.proof.missing import merged, missing_rows
+from dtensor.propagation_rules.proof.parts import assemble, coords_of, part_of
+from dtensor.propagation_rules.proof.reasons import reason_of
+from dtensor.propagation_rules.proof.recorded import RecordedCall, Recorder
+from dtensor.propagation_rules.proof.sweep import OpReport, Settings, check_overload, sweep, written_summary
+from dtensor.propagation_rules.proof.truth import check_call
 from dtensor.registry import Call, override, pattern
 from dtensor.spec import Spec
-from propagation_rules.__main__ import UnknownOp, main, overloads
-from propagation_rules.pointwise import pointwise
-from propagation_rules.proof import samples
-from propagation_rules.proof.keys import stale_plans, variants
-from propagation_rules.proof.missing import merged, missing_rows
-from propagation_rules.proof.parts import assemble, coords_of, part_of
-from propagation_rules.proof.reasons import reason_of
-from propagation_rules.proof.recorded import RecordedCall, Recorder
-from propagation_rules.proof.sweep import OpReport, Settings, check_overload, sweep, written_summary
-from propagation_rules.proof.truth import check_call
 
 aten = torch.ops.aten
 DOCS = Path(__file__).parent.parent / "docs"
@@ -222,7 +222,7 @@ def test_a_stale_plan_is_caught() -> None:
 
 # ------------------------------------------------------------ many ops
 def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from propagation_rules.proof import sweep as module
+    from dtensor.propagation_rules.proof import sweep as module
 
     def stages(name: str, calls, settings):
         if name == "dies":

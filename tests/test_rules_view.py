@@ -15,10 +15,10 @@ from samples_view import SAMPLES
 import dtensor
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
+from dtensor.propagation_rules.join import stack
+from dtensor.propagation_rules.labelled import every_dim, labelled
+from dtensor.propagation_rules.refinement import common_factors
 from dtensor.registry import override
-from propagation_rules.join import stack
-from propagation_rules.labelled import every_dim, labelled
-from propagation_rules.refinement import common_factors
 
 R = Replicate()
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta:UserWarning")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
-from parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module, shared_input
+from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module, shared_input
 
 R, S = Replicate(), Shard
 Act = Callable[[Any], Any]

@@ -19,11 +19,9 @@ from test_parallel_packed import Attention as PackedAttention
 from test_parallel_styles import on_ranks
 from torch import nn
 
-import parallel
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, products
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, parallel, products
 from dtensor.debug import CommDebugMode
-from dtensor.placement import StridedShard
-from parallel import (
+from dtensor.parallel import (
     ColwiseParallel,
     PackedColwiseParallel,
     ParallelStyle,
@@ -35,6 +33,7 @@ from parallel import (
     input_reshard,
     parallelize_module,
 )
+from dtensor.placement import StridedShard
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "styles"
 START, END = "<!-- measured by tests/test_styles_docs.py -->\n", "<!-- end -->\n"

@@ -51,7 +51,7 @@ from torch.distributed.tensor.experimental import context_parallel, local_map
 from torch.distributed.tensor.experimental._attention import context_parallel as same
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
-import dtensor, parallel, dtensor.debug, dtensor.experimental
+import dtensor, dtensor.parallel as parallel, dtensor.debug, dtensor.experimental
 
 assert Old is DTensor is dt.DTensor is dtensor.DTensor is planner.DTensor is state_dicts.DTensor is fsdp.DTensor
 assert OldShard is dt.Shard is dtensor.Shard and _StridedShard is dtensor.StridedShard is fsdp._StridedShard

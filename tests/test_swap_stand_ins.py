@@ -12,8 +12,8 @@ from torch import nn
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
+from dtensor.parallel import ColwiseParallel, RowwiseParallel
 from dtensor.swap.stand_ins import parallelize_module, shard_tensor
-from parallel import ColwiseParallel, RowwiseParallel
 
 
 class Tied(nn.Module):

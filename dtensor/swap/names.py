@@ -12,8 +12,8 @@ __all__ = ["ENGINE", "HOLDERS_OF_TORCHS_OWN", "MODULES", "OURS", "PASSED_OVER", 
 ROOTS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.device_mesh")
 """What is swapped: these modules and everything under them."""
 
-ENGINE = ("dtensor", "propagation_rules", "parallel", "loss")
-"""Our own packages. What they ask of torch is torch's."""
+ENGINE = ("dtensor",)
+"""Our own package. What it asks of torch is torch's."""
 
 _TENSOR = "torch.distributed.tensor"
 
@@ -67,7 +67,7 @@ OURS: dict[str, dict[str, str]] = {
     f"{_TENSOR}.parallel": {
         "parallelize_module": "dtensor.swap.stand_ins:parallelize_module",
         **{
-            name: f"parallel:{name}"
+            name: f"dtensor.parallel:{name}"
             for name in (
             "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
             "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel",
@@ -79,7 +79,7 @@ OURS: dict[str, dict[str, str]] = {
         for name in ("_localize_dtensor", "_pre_dp_module_transform", "_reconstruct_dtensor")
     },
     f"{_TENSOR}.parallel.fsdp": {"DTensorExtensions": "dtensor.swap.older_fsdp:DTensorExtensions"},
-    f"{_TENSOR}.parallel.input_reshard": {"input_reshard": "parallel:input_reshard"},
+    f"{_TENSOR}.parallel.input_reshard": {"input_reshard": "dtensor.parallel:input_reshard"},
     f"{_TENSOR}.experimental": {
         name: f"dtensor.experimental:{name}" for name in ("implicit_replication", "local_map", "register_sharding")
     },

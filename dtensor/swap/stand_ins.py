@@ -13,11 +13,11 @@ from torch import nn
 
 from dtensor import _utils, api
 from dtensor.device_mesh import DeviceMesh, _active
+from dtensor.parallel import ParallelStyle, plan
 from dtensor.placement import Placement
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, TensorMeta, contiguous_stride, normalize_placements
 from dtensor.tensor import DTensor
-from parallel import ParallelStyle, plan
 
 __all__ = [
     "compute_local_shape_and_global_offset", "is_rng_supported_mesh", "manual_seed", "mesh_resources",
@@ -107,7 +107,7 @@ def parallelize_module(
     parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """As `parallel.parallelize_module`, with two differences.
+    """As `dtensor.parallel.parallelize_module`, with two differences.
 
     A path that names no module is passed over with a warning. A module that is not in the plan and shares a parameter
     with one that is goes on sharing it, laid out now: programs lay out the embedding and the head of a tied model in

@@ -12,5 +12,9 @@
     listing     all rules as text
     shown       one rule, as it is for one call
 
-`python -m propagation_rules` is the command line. Nothing here is loaded by the engine.
+`python -m dtensor.propagation_rules` is the command line. Nothing here is loaded by the engine.
 """
+
+from dtensor.folders import also_called
+
+also_called(__name__)

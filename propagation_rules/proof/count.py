@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-import propagation_rules
 from dtensor import dispatch as hot
+from dtensor import propagation_rules
 from dtensor.dispatch_lists import base_entry
 from dtensor.dispatch_writes import functional_form
 from dtensor.registry import Entry, entries, lookup
-from propagation_rules.proof.lines import code_lines, kernel_lines
-from propagation_rules.proof.recorded import Op
+
+from .lines import code_lines, kernel_lines
+from .recorded import Op
 
 __all__ = ["KINDS", "Coverage", "aten_overloads", "coverage", "covering", "kind_of"]
 

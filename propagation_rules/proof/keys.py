@@ -22,9 +22,10 @@ from dtensor import dispatch as hot
 from dtensor.deferred import finish
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.spec import Spec
-from propagation_rules.proof.parts import assemble, differs
-from propagation_rules.proof.recorded import RecordedCall, plain_result, tensors_of
-from propagation_rules.proof.truth import skip_reason, wrapped
+
+from .parts import assemble, differs
+from .recorded import RecordedCall, plain_result, tensors_of
+from .truth import skip_reason, wrapped
 
 __all__ = ["stale_plans", "variants"]
 

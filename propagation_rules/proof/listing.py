@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Mapping
 
 from dtensor.registry import printed
-from propagation_rules.proof.count import KINDS, Coverage, coverage
+
+from .count import KINDS, Coverage, coverage
 
 __all__ = ["listing"]
 

@@ -34,9 +34,10 @@ from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.propagate import decide
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
-from propagation_rules.proof.parts import assemble, differs, part_of, pending_ops
-from propagation_rules.proof.recorded import RecordedCall, map_tensors, plain_result, tensors_of
-from propagation_rules.proof.truth import skip_reason
+
+from .parts import assemble, differs, part_of, pending_ops
+from .recorded import RecordedCall, map_tensors, plain_result, tensors_of
+from .truth import skip_reason
 
 __all__ = ["Row", "merged", "missing_rows", "other_numbers"]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from propagation_rules.proof.sweep import OpReport
+from .sweep import OpReport
 
 __all__ = ["REASONS", "Reason", "reason_of", "written_missing"]
 

@@ -18,7 +18,8 @@ import numpy
 import torch
 
 from dtensor.registry import op_name
-from propagation_rules.proof.recorded import Op, RecordedCall, Recorder, tensors_of
+
+from .recorded import Op, RecordedCall, Recorder, tensors_of
 
 __all__ = [
     "DTYPES", "MissingDatabase", "call_from_shapes", "calls_of", "database", "every_call", "random_tensor", "select",

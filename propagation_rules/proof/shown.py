@@ -23,9 +23,10 @@ from dtensor.factors import Choice, Dims, Linear, Rule, State, Want
 from dtensor.placement import Partial, Replicate
 from dtensor.registry import Call, Entry
 from dtensor.simulate import fake_world
-from propagation_rules.proof.parts import pending_ops
-from propagation_rules.proof.recorded import RecordedCall
-from propagation_rules.proof.truth import wrapped
+
+from .parts import pending_ops
+from .recorded import RecordedCall
+from .truth import wrapped
 
 __all__ = ["shown"]
 

@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 import torch
 
-from propagation_rules.proof.keys import stale_plans
-from propagation_rules.proof.missing import merged, missing_rows
-from propagation_rules.proof.recorded import RecordedCall
-from propagation_rules.proof.truth import MESHES, check_call
+from .keys import stale_plans
+from .missing import merged, missing_rows
+from .recorded import RecordedCall
+from .truth import MESHES, check_call
 
 __all__ = ["OpReport", "Settings", "check_overload", "sweep", "written_summary"]
 

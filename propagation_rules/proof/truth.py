@@ -35,8 +35,9 @@ from dtensor.errors import LayoutError, NoRuleError
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.propagate import Decision, all_decisions, decide
 from dtensor.spec import Spec
-from propagation_rules.proof.parts import assemble, differs, part_of, pending_ops
-from propagation_rules.proof.recorded import RecordedCall, map_tensors, plain_result, tensors_of
+
+from .parts import assemble, differs, part_of, pending_ops
+from .recorded import RecordedCall, map_tensors, plain_result, tensors_of
 
 __all__ = ["MESHES", "Outcome", "check_call", "skip_reason", "wrapped"]
 

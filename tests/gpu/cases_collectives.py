@@ -12,11 +12,11 @@ from environment import Environment, Skip, close
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, comm_sent
 from dtensor.comm import Communicator
 from dtensor.comm_c10d import C10dCommunicator
+from dtensor.propagation_rules.pending_gradients import settle
 from dtensor.reductions import reduce_tensors
 from dtensor.reshard_run import redistribute_local
 from dtensor.reshard_together import redistribute_together
 from dtensor.spec import Spec
-from propagation_rules.pending_gradients import settle
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from environment import Environment, close, placed, rand
 
 from dtensor import Replicate, Shard
-from loss import linear_cross_entropy, loss_parallel
+from dtensor.loss import linear_cross_entropy, loss_parallel
 
 R = Replicate()
 

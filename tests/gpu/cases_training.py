@@ -10,7 +10,7 @@ from environment import Environment, close, rand
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
-from parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
 HEADS, WIDTH, LONG = 8, 64, 16
 
