@@ -25,9 +25,9 @@ from dtensor import (
     init_device_mesh,
 )  # fmt: skip
 from dtensor.debug import CommDebugMode
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
-from parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 R, P = Replicate(), Partial()
 Counted = tuple[dict[str, int], list[tuple[str, int]]]
