@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,8 +62,12 @@ from dtensor.propagation_rules.proof import parts
 assert parallel is dtensor.parallel and loss is dtensor.loss and propagation_rules is rules
 assert suggest_plan is dtensor.parallel.suggest_plan and Classes is dtensor.loss.rows.Classes
 assert propagation_rules.proof.parts is parts
+import shardwright, shardwright.debug, shardwright.parallel
+from shardwright import DTensor, distribute_tensor, lower
+assert shardwright is dtensor and shardwright.parallel is parallel and DTensor is dtensor.DTensor
 import pickle, runpy, sys
-assert not [n for n, m in sys.modules.items() if n.startswith(("parallel", "loss", "prop")) and m.__name__ == n]
+other = ("parallel", "loss", "propagation", "shardwright")
+assert not [n for n, m in sys.modules.items() if n.startswith(other) and m and m.__name__ == n]
 style = pickle.loads(pickle.dumps(dtensor.parallel.ColwiseParallel()))
 assert type(style) is parallel.ColwiseParallel
 sys.argv = ["", "list", "aten.mm"]
@@ -92,4 +97,16 @@ def test_as_a_file_of_such_a_name(tmp_path: Path) -> None:
 
 
 def test_short_names_are_the_same_objects(tmp_path: Path) -> None:
+    (tmp_path / "shardwright").symlink_to(ROOT / "dtensor" / "shardwright")  # as it is installed
     assert "aten.mm" in python("-c", SHORT, cwd=tmp_path)
+
+
+def test_every_package_is_installed() -> None:
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    there = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for folder in ("dtensor", "loss", "parallel", "propagation_rules")
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(given["packages"]) - {"shardwright"} == there - {"dtensor.shardwright"}
+    assert (ROOT / given["package-dir"]["shardwright"] / "__init__.py").exists()
