@@ -21,11 +21,12 @@ from dtensor import compiled as _compiled
 from dtensor import composites as _composites  # noqa: F401 - registers its functions
 from dtensor import dispatch as _dispatch
 from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
+from dtensor import memory as _memory
 from dtensor import products as _products
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.deferred import DeferredSpec
 from dtensor.device_mesh import DeviceMesh, as_mesh
-from dtensor.memory import apply_, is_shared, map_, refuse_layout, share_memory_
+from dtensor.memory import refuse_layout
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import Move, known_move, redistribute_local, remember_move
@@ -299,14 +300,17 @@ class DTensor(torch.Tensor):
         with torch.no_grad():
             return self.full_tensor().numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("an array of a DTensor is a copy, which copy=False forbids; use x.to_local().numpy()")
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
-    def data_ptr(self) -> int:
-        """Address of this rank's part: tells shared parameters apart, as for plain tensors."""
-        return self._local_tensor.data_ptr()
-
-    apply_, map_, share_memory_, is_shared = apply_, map_, share_memory_, is_shared
+    apply_, map_, share_memory_, is_shared = _memory.apply_, _memory.map_, _memory.share_memory_, _memory.is_shared
+    data_ptr = const_data_ptr = _memory.data_ptr
+    storage, untyped_storage, _typed_storage = _memory.storage, _memory.untyped_storage, _memory.typed_storage
+    __dlpack__ = __dlpack_device__ = _memory.no_dlpack
+    __dlpack_c_exchange_api__ = None  # what finds none calls __dlpack__
+    __cuda_array_interface__ = property(_memory.cuda_array)
 
     def __getitem__(self, index: Any) -> Any:
         return _get_item(self, _with_lists(self, index))
@@ -383,6 +387,7 @@ _run = _dispatch.dispatch
 _dispatch.bind(DTensor, new)
 _compiled.bind(DTensor)
 _products.bind(DTensor, new)
+_memory.refuse_dlpack(DTensor)
 _get_item = torch.Tensor.__getitem__
 _set_item = torch.Tensor.__setitem__
 _get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
