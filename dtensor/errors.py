@@ -1,11 +1,66 @@
-"""Errors of the engine: what was called, what it got, the rule that was broken, a fix to paste."""
+"""Errors of the engine: what was called, what it got, the rule that was broken, a fix to paste.
+
+No text is longer than `LIMIT`. What can grow without bound (values of users, names of a model's modules, ranks of a
+mesh) goes into a text by `short` or `listed`; whatever is too long still, loses the middles of its longest lines, so
+that the call, the rule and the fix stay.
+"""
 
 from __future__ import annotations
 
-__all__ = ["CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "explain_error"]
+from collections.abc import Iterable
+
+__all__ = [
+    "LIMIT", "CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "bounded",
+    "explain_error", "listed", "short",
+]  # fmt: skip
+
+LIMIT = 1900
+"""Characters of an error's text; room is left for what names a rank or an operator in front of it."""
 
 
-class CollectiveError(RuntimeError):
+def short(value: object, limit: int = 200) -> str:
+    """`repr(value)`, without its middle where that is longer than `limit`."""
+    return _cut(repr(value), limit)
+
+
+def listed(names: Iterable[object], limit: int = 8) -> str:
+    """`a, b, c and 97 more`."""
+    found = [_cut(str(name), 100) for name in names]
+    more = len(found) - limit
+    return ", ".join(found[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def bounded(text: str, limit: int = LIMIT) -> str:
+    """`text` with at most `limit` characters: its longest lines lose their middles, the line of the fix last."""
+    lines = text.split("\n")
+    if len(text) > limit and len(lines) > 24:
+        fixes = [line for line in lines[16:-7] if line.startswith("  fix: ")][:1]
+        lines = [*lines[:16], f"  ... {len(lines) - 23 - len(fixes)} lines more", *fixes, *lines[-7:]]
+    over = sum(map(len, lines)) + len(lines) - 1 - limit
+    while over > 0:
+        longest = max(range(len(lines)), key=lambda i: (len(lines[i]), -i) if "fix: " not in lines[i] else (0, 0))
+        longest = longest if len(lines[longest]) > 160 else max(range(len(lines)), key=lambda i: len(lines[i]))
+        cut = _cut(lines[longest], max(len(lines[longest]) - over - 5, min(160, len(lines[longest]) // 2)))
+        over -= len(lines[longest]) - len(cut)
+        lines[longest] = cut
+    return "\n".join(lines)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    head = (limit - 5) * 2 // 3
+    return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
+
+
+class _Bounded(Exception):
+    """An error whose text is `bounded`."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(bounded(a) if isinstance(a, str) else a for a in args))
+
+
+class CollectiveError(_Bounded, RuntimeError):
     """A collective that its process group did not finish: a timeout, an abort, a rank that is gone."""
 
     def during(self, what: str) -> None:
@@ -14,10 +69,10 @@ class CollectiveError(RuntimeError):
         if "\n  for: " not in text:
             head, _, rest = text.partition("\n  from: ")
             what = what.replace("\n", "\n    ")
-            self.args = (f"{head}\n  for: {what}" + (f"\n  from: {rest}" if rest else ""),)
+            self.args = (bounded(f"{head}\n  for: {what}" + (f"\n  from: {rest}" if rest else "")),)
 
 
-class LayoutError(RuntimeError):
+class LayoutError(_Bounded, RuntimeError):
     """A layout that an operation cannot take, or an operation that a layout does not allow."""
 
 
@@ -29,10 +84,10 @@ class MeshError(LayoutError):
     """Tensors of different meshes in one operation."""
 
 
-class NoRuleError(NotImplementedError):
+class NoRuleError(_Bounded, NotImplementedError):
     """An operator without a sharding rule that cannot be run another way."""
 
 
 def explain_error(call: str, got: str, rule: str, fix: str) -> str:
     """The four-part message. `call` and `got` are facts, `rule` is one sentence, `fix` is code to paste."""
-    return f"{call}: {rule}\n  got: {got}\n  fix: {fix}"
+    return bounded(f"{call}: {rule}\n  got: {got}\n  fix: {fix}")

@@ -45,8 +45,18 @@ def as_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
 def start_world(device_type: str) -> None:
     """`init_process_group()` from the environment, bound to this process's accelerator, which is chosen first.
 
-    A group that is bound connects at once, and the groups of a mesh can be split off it.
+    A group that is bound connects at once, and the groups of a mesh can be split off it. ValueError where the
+    environment says nothing of a world.
     """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            "a mesh needs a world, and this process is no rank of one: there is no process group, and the environment "
+            f"has no {', '.join(missing)}\n"
+            "  rule: every rank is a process of its own, which a launcher starts, or is simulated\n"
+            "  fix: torchrun --nproc-per-node 4 program.py; or all ranks in one process: dtensor.simulate(4)(f); "
+            "or one rank without the others, for counting: with dtensor.simulate.fake_world(512): ..."
+        )
     handle = getattr(torch, device_type, None)
     if device_type == "cpu" or handle is None or not handle.is_available() or "LOCAL_RANK" not in os.environ:
         dist.init_process_group()

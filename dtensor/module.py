@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CellType, FrameType, GeneratorType
 
 from torch import nn
+from torch.optim import Optimizer
 
 from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.errors import listed
 from dtensor.placement import Replicate
 from dtensor.tensor import DTensor
 
-__all__ = ["distribute_module"]
+__all__ = ["distribute_module", "owned_parameters", "replacing"]
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], object]
 IOFn = Callable[..., object]
@@ -51,12 +59,14 @@ def distribute_module(
     mesh = as_mesh(device_mesh)
     prepare = None if input_fn is None else _three_arguments("input_fn", input_fn)
     finish = None if output_fn is None else _three_arguments("output_fn", output_fn)
-    if partition_fn is not None:
-        for name, part in module.named_modules():
-            partition_fn(name, part, mesh)
-    done: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        _replicate(part, mesh, done)
+    plain = [x for x in owned_parameters(module) if not isinstance(x[1]._parameters[x[2]], DTensor)]
+    with replacing(plain, module, "distribute_module"):
+        if partition_fn is not None:
+            for name, part in module.named_modules():
+                partition_fn(name, part, mesh)
+        done: dict[int, nn.Parameter] = {}
+        for part in module.modules():
+            _replicate(part, mesh, done)
     if prepare is not None:
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
     if finish is not None:
@@ -98,3 +108,82 @@ def _three_arguments(name: str, fn: IOFn) -> IOFn:
         f"distribute_module: {name} must take 3 arguments (module, value, mesh), {fn!r} takes {count}\n"
         f"  fix: def {name}(module, value, mesh): ..."
     )
+
+
+# ------------------------------------------------------------ who holds what is replaced
+class _Replacing(threading.local):
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+
+_replacing = _Replacing()
+_VARIABLES = (FrameType, CellType, GeneratorType)
+
+Owned = tuple[str, nn.Module, str]
+"""The name of a parameter, the module that has it, and its name there."""
+
+
+def owned_parameters(module: nn.Module) -> Iterator[Owned]:
+    """Every parameter of `module` and of what is below it, once for each module that has it."""
+    for path, part in module.named_modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                yield f"{path}.{name}" if path else name, part, name
+
+
+@contextmanager
+def replacing(owned: Sequence[Owned], root: nn.Module, call: str) -> Iterator[None]:
+    """Inside, `call` replaces these parameters of `root`. Warns before of those that somebody else holds.
+
+    An optimizer that was made before, or a list to make one of, keeps the old parameters, and would train nothing. What
+    only a variable holds is not told: a loop leaves a parameter behind. Calls inside tell of other parameters only.
+    """
+    outer = _replacing.seen
+    owned = [x for x in owned if id(x[1]._parameters[x[2]]) not in outer]
+    held = _held_by_others(owned, root)
+    if held:
+        warnings.warn(
+            f"{call}: {', '.join(sorted(set(held.values())))} holds parameters that are replaced now: {listed(held)}\n"
+            f"  rule: {call} makes new parameters; an optimizer that was made before keeps the old ones, and trains "
+            f"nothing\n  fix: make the optimizer, and lists of parameters, after {call}",
+            stacklevel=4,
+        )
+    _replacing.seen = outer | {id(part._parameters[name]) for _, part, name in owned}
+    try:
+        yield
+    finally:
+        _replacing.seen = outer
+
+
+def _held_by_others(owned: Sequence[Owned], root: nn.Module) -> dict[str, str]:
+    """Which of these parameters something other than modules of `root` holds: name -> what that is."""
+    owners = Counter(id(part._parameters[name]) for _, part, name in owned_parameters(root))
+    alone = sys.getrefcount({"p": object()}["p"])
+    suspects: dict[int, tuple[str, nn.Parameter | None]] = {}
+    for path, part, name in owned:
+        count = sys.getrefcount(part._parameters[name]) - alone + 1
+        if count > owners[id(part._parameters[name])]:
+            suspects.setdefault(id(part._parameters[name]), (path, part._parameters[name]))
+    if not suspects:
+        return {}
+    own = {id(part._parameters) for part in root.modules()}
+    own |= {id(part.__dict__.get("_flat_weights")) for part in root.modules()}  # of RNNs, which see to it themselves
+    own |= {id(pair) for pair in suspects.values()}
+    holders = gc.get_referrers(*(p for _, p in suspects.values()))
+    found: set[int] = set()
+    for holder in holders:
+        if id(holder) not in own and not isinstance(holder, _VARIABLES) and not _are_variables(holder):
+            found |= suspects.keys() & set(map(id, gc.get_referents(holder)))
+    held = {i: "somebody else" for i in suspects if i in found}
+    for optimizer in [x for x in gc.get_objects() if issubclass(type(x), Optimizer)] if held else ():
+        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held.update(dict.fromkeys(held.keys() & in_groups, type(optimizer).__name__))
+    return {suspects[i][0]: by for i, by in held.items()}
+
+
+def _are_variables(holder: object) -> bool:
+    """Whether a dict is that of a module's globals or of a function's locals."""
+    if not isinstance(holder, dict):
+        return False
+    frames = [x for x in gc.get_referrers(holder) if isinstance(x, FrameType)]
+    return "__builtins__" in holder or any(frame.f_locals is holder for frame in frames)

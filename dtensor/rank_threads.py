@@ -89,6 +89,7 @@ class RankThreads:
         self.identity = fresh_identity("simulated")
         self.error: BaseException | None = None
         self.failed: int | None = None
+        self._ended = False
         self._ranks: list[_Rank] = []
         self._ready: deque[int] = deque(range(size))
         self._meetings: dict[Hashable, _Meeting] = {}
@@ -181,11 +182,22 @@ class RankThreads:
 
     def check(self) -> None:
         """Raise on this rank what has ended the run, if something has."""
+        if self._ended:
+            raise RuntimeError(
+                "the simulation that this tensor, mesh or group was made in has ended\n"
+                f"  got: a collective or a message of one of its {self.size} ranks, which are gone\n"
+                "  rule: only what needs no other rank, as x.to_local(), can be done with a result of a simulation\n"
+                "  fix: gather inside the function, and return that: x.full_tensor()"
+            )
         if self.error is None:
             return
         if isinstance(self.error, CollectiveMismatch):
             raise CollectiveMismatch(*self.error.args)
         raise RankStopped
+
+    def end(self) -> None:
+        """From here on nothing can be sent: `check` says so."""
+        self._ended, self.error = True, self.error or RuntimeError("ended")
 
     def _make_ready(self, rank: int) -> None:
         self._ranks[rank].waits = None

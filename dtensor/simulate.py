@@ -104,7 +104,9 @@ def simulate(world_size: int) -> Callable[..., list[Any]]:
 
     All ranks get the same arguments (the same objects). The first exception on a rank ends all others and is
     raised as a `RankError` of the same type that names the rank; ranks that issue different collectives
-    raise `CollectiveMismatch`, on every rank and here. Raises TypeError or ValueError for a bad `world_size`.
+    raise `CollectiveMismatch`, on every rank and here. Gather inside the function what is wanted whole: afterwards the
+    ranks are gone, and a collective on a result is a RuntimeError. Raises TypeError or ValueError for a bad
+    `world_size`.
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         raise TypeError(f"simulate(world_size) takes an int, got {world_size!r}")
@@ -127,10 +129,10 @@ def simulate(world_size: int) -> Callable[..., list[Any]]:
 
         with installed():
             results: list[T] = threads.run(body)
-        if threads.error is not None:
-            if threads.failed is None:
-                raise threads.error
-            raise _named(threads.error, threads.failed)
+        error, failed = threads.error, threads.failed
+        threads.end()
+        if error is not None:
+            raise error if failed is None else _named(error, failed)
         return results
 
     return run

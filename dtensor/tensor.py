@@ -229,7 +229,10 @@ class DTensor(torch.Tensor):
             if isinstance(dst, Partial) and src is not dst:
                 raise RuntimeError(
                     f"redistribute: {self._spec} to {dst!r} on mesh axis {mesh.axis_name(axis)}, where it is {src!r}: "
-                    "a pending reduction cannot be asked for; use Replicate() or Shard(dim)"
+                    "a pending reduction cannot be asked for\n"
+                    "  fix: Replicate() or Shard(dim) instead; a pending tensor is made by "
+                    "DTensor.from_local(summand, mesh, placements) or "
+                    "distribute_tensor(x.full_tensor(), mesh, placements)"
                 )
         if grad:
             made = cast(DTensor, _Redistribute.apply(self, placed, async_op, forward_dtype, backward_dtype, mesh))

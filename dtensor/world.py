@@ -81,7 +81,7 @@ def current_world() -> World:
     if not dist.is_initialized():
         raise RuntimeError(
             "There is no world: torch.distributed is not initialised. Call torch.distributed.init_process_group(), "
-            "or run the function on simulated ranks: dtensor.simulate(4)(fn)"
+            "start the program with torchrun, or run the function on simulated ranks: dtensor.simulate(4)(fn)"
         )
     return World("c10d", dist.get_rank(), dist.get_world_size(), _c10d_identity())
 

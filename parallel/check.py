@@ -27,7 +27,7 @@ from dtensor import DeviceMesh
 from dtensor.device_mesh import as_mesh
 
 from .axis import Others
-from .plan import Plan, find, parallelize_module
+from .plan import Plan, entries, find, parallelize_module
 from .rehearsal import Call, Example, Rehearsal, Sent, Stage, rehearse
 from .style import ParallelStyle
 
@@ -123,10 +123,10 @@ def check_plan(
     Gives a `PlanCheck`. Bytes are those that the first rank receives; an all-reduce of n bytes over k ranks counts as
     2 n (k-1)/k. Raises ValueError where the model is parallelized already, TypeError for something that is no plan.
     """
-    entries: Mapping[str, ParallelStyle] = {"": plan} if isinstance(plan, ParallelStyle) else dict(plan)
-    found = {name: [p for p, _ in find(model, name.split(".") if name else [], "")] for name in entries}
+    styles = entries(plan, "check_plan")
+    found = {name: [p for p, _ in find(model, name.split(".") if name else [], "")] for name in styles}
     missing = tuple(name for name, paths in found.items() if not paths)
-    there = {name: style for name, style in entries.items() if found[name]}
+    there = {name: style for name, style in styles.items() if found[name]}
     done = try_plan(model, there, as_mesh(mesh), example, axis=axis, others=others)
     if isinstance(done, str):
         return PlanCheck((), missing, error=done)

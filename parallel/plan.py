@@ -6,6 +6,7 @@ its modules, no module may be laid out twice, and a parameter that several modul
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -13,8 +14,10 @@ from typing import cast
 
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Placement
+from dtensor import DeviceMesh, DTensor, Placement, Replicate
 from dtensor.device_mesh import as_mesh
+from dtensor.errors import short
+from dtensor.module import Owned, owned_parameters, replacing
 
 from .axis import Others
 from .shared_input import share_inputs
@@ -72,10 +75,11 @@ def parallelize_module(
     _check(steps, mesh)
     ties = _shared_parameters(module)
     _check_ties(module, steps, ties)
-    for path, target, style in steps:
-        module = _apply(module, path, target, style, mesh)
-    for tie in ties:
-        _tie_again(tie)
+    with replacing(_replaced(module, steps, mesh), module, "parallelize_module"):
+        for path, target, style in steps:
+            module = _apply(module, path, target, style, mesh)
+        for tie in ties:
+            _tie_again(tie)
     share_inputs(module, [part for part in module.modules() if STYLES in part.__dict__])
     return module
 
@@ -96,24 +100,35 @@ def _apply(module: nn.Module, path: str, target: nn.Module, style: ParallelStyle
 
 # ------------------------------------------------------------ reading the plan
 def _steps(module: nn.Module, plan: Plan) -> Iterator[Step]:
-    if isinstance(plan, ParallelStyle):
-        yield "", module, plan
-        return
-    if not isinstance(plan, Mapping):
-        raise TypeError(
-            f"parallelize_module: parallelize_plan must be a ParallelStyle or a mapping from module paths to styles, "
-            f"got {type(plan).__name__}"
-        )
-    for path, style in plan.items():
-        if not isinstance(path, str) or not isinstance(style, ParallelStyle):
-            raise TypeError(
-                f"parallelize_module: the plan maps paths (str) to ParallelStyle objects, got {path!r}: {style!r}"
-            )
+    for path, style in entries(plan).items():
         found = list(find(module, path.split(".") if path else [], ""))
         if not found and not _removed(module, path.split(".")):
             raise ValueError(_no_match(module, path))
         for name, target in found:
             yield name, target, style
+
+
+def entries(plan: object, call: str = "parallelize_module") -> Mapping[str, ParallelStyle]:
+    """A plan as a mapping from paths to styles. TypeError for anything else."""
+    if isinstance(plan, ParallelStyle):
+        return {"": plan}
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"{call}: a plan is a ParallelStyle or a mapping from paths to styles, got {_told(plan)}")
+    for path, style in plan.items():
+        if not isinstance(path, str) or not isinstance(style, ParallelStyle):
+            raise TypeError(f"{call}: a plan maps paths (str) to ParallelStyle objects, got {path!r}: {_told(style)}")
+    return cast(Mapping[str, ParallelStyle], plan)
+
+
+def _told(style: object) -> str:
+    """What stands where a style should; with the fix for a class in the place of an object of it."""
+    if not (isinstance(style, type) and issubclass(style, ParallelStyle)):
+        return short(style)
+    needs = any(p.default is p.empty for p in list(inspect.signature(style).parameters.values()))
+    return (
+        f"{short(style)}\n  rule: a style is an object, made with the layouts it is to have; this is its class\n"
+        f"  fix: {style.__name__}({'...' if needs else ''})"
+    )
 
 
 def find(module: nn.Module, tokens: list[str], at: str) -> Iterator[tuple[str, nn.Module]]:
@@ -165,6 +180,24 @@ def _check(steps: list[Step], mesh: DeviceMesh) -> None:
                 "  fix: make the paths name it once"
             )
         seen[id(target)] = path
+
+
+def _replaced(module: nn.Module, steps: list[Step], mesh: DeviceMesh) -> list[Owned]:
+    """The parameters that get another layout than they have."""
+    layouts: dict[int, tuple[Placement, ...]] = {}
+    for _, target, style in steps:
+        if style.lays_out_parameters:
+            own, over = style._layouts(target), style.over(mesh)
+            for _, part, name in owned_parameters(target):
+                placed = own.get(name, Replicate()) if part is target else Replicate()
+                layouts[id(part._parameters[name])] = tuple(over.parameter(placed))
+    out = []
+    for owned in owned_parameters(module):
+        param = owned[1]._parameters[owned[2]]
+        now = param.placements if isinstance(param, DTensor) else None
+        if layouts.get(id(param), now) != now:
+            out.append(owned)
+    return out
 
 
 def _shared_parameters(module: nn.Module) -> list[Tie]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dtensor import DTensor
+from dtensor.module import owned_parameters, replacing
 
 from .style import APPLIED, ParallelStyle
 
@@ -60,20 +61,26 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unparallelize_module: expected a module, got {type(module).__name__}")
-    for part in list(module.modules()):
-        for style in reversed(part.__dict__.pop(STYLES, [])):
-            style._undo(part)
-    done: dict[int, nn.Parameter | torch.Tensor] = {}
-    for part in module.modules():
-        _remove_hooks(part)
-        part.__dict__.pop(APPLIED, None)
-        for name, param in list(part._parameters.items()):
-            if isinstance(param, DTensor):
-                part._parameters[name] = cast(nn.Parameter, _once(done, param, _plain_parameter))
-        for name, buffer in list(part._buffers.items()):
-            if isinstance(buffer, DTensor):
-                part._buffers[name] = _once(done, buffer, full)
+    ours = [x for x in owned_parameters(module) if isinstance(x[1]._parameters[x[2]], DTensor)]
+    with replacing(ours, module, "unparallelize_module"):
+        for part in list(module.modules()):
+            for style in reversed(part.__dict__.pop(STYLES, [])):
+                style._undo(part)
+        done: dict[int, nn.Parameter | torch.Tensor] = {}
+        for part in module.modules():
+            _undo_one(part, done)
     return module
+
+
+def _undo_one(part: nn.Module, done: dict[int, nn.Parameter | torch.Tensor]) -> None:
+    _remove_hooks(part)
+    part.__dict__.pop(APPLIED, None)
+    for name, param in list(part._parameters.items()):
+        if isinstance(param, DTensor):
+            part._parameters[name] = cast(nn.Parameter, _once(done, param, _plain_parameter))
+    for name, buffer in list(part._buffers.items()):
+        if isinstance(buffer, DTensor):
+            part._buffers[name] = _once(done, buffer, full)
 
 
 def _once(
