@@ -117,9 +117,10 @@ def _like_a_part(t: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     """
     for spec in {a._spec for a in flat(args, kwargs) if is_dtensor(a)}:
         shape = spec.mesh.shape
-        if spec.is_replicated() or prod(spec.local_shape_of([k - 1 for k in shape])) > 1 or prod(shape) > 1024:
+        if spec.is_replicated() or prod(shape) > 1024:
             continue
-        if any(tuple(spec.local_shape_of(c)) == tuple(t.shape) for c in itertools.product(*map(range, shape))):
+        parts = [spec.local_shape_of(c) for c in itertools.product(*map(range, shape))]
+        if t.shape in parts and min(map(prod, parts)) <= 1:
             return True
     return False
 

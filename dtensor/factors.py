@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.spec import Spec
+from dtensor.spec import Spec, local_sizes
 
 if TYPE_CHECKING:
     from dtensor.kernel import KernelContext
@@ -243,26 +243,28 @@ def _has(dims: Dims, f: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Local sizes of the factors after the axes chosen so far: largest and smallest over the ranks."""
+    """Local sizes of the factors after the axes chosen so far: those that there are on the ranks, the largest first.
 
-    largest: tuple[int, ...]
-    smallest: tuple[int, ...]
+    The smallest part of a cut need not come from the smallest of what is cut: `dtensor.spec.local_sizes`.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def start(rule: Rule) -> State:
         """Nothing is cut yet."""
-        return State(rule.sizes, rule.sizes)
+        return State(tuple((n,) for n in rule.sizes))
 
     def cut(self, rule: Rule, f: int, k: int, split: int = 0) -> State | None:
         """Cut factor `f` over an axis of `k`; None where the law of even cuts or non-empty shards forbids it."""
-        n, low = self.largest[f], self.smallest[f]
-        chunk, least = _chunks(n, k, split)[0], _chunks(low, k, split)[1]
-        if f in rule.nonempty and least == 0 and n > 0:
+        before = self.sizes[f]
+        n = before[0]
+        after = sorted({part for size in before for part in local_sizes(size, k, split)}, reverse=True)
+        if f in rule.nonempty and after[-1] == 0 and n > 0:
             return None
-        if (n != low or n % k or split) and _in_composite(rule, f):
+        if (len(before) > 1 or n % k or split) and _in_composite(rule, f):
             return None
-        put = lambda t, v: (*t[:f], v, *t[f + 1 :])  # noqa: E731
-        return State(put(self.largest, chunk), put(self.smallest, least))
+        return State((*self.sizes[:f], tuple(after), *self.sizes[f + 1 :]))
 
     def placement(self, dims: Dims, f: int, split: int = 0) -> Placement:
         """The placement that cuts factor `f` of a tensor with these dims, given what was cut before."""
@@ -270,19 +272,9 @@ class State:
             if f in factors:
                 if split:
                     return StridedShard(d, split_factor=split)
-                before = math.prod(self.largest[g] for g in factors[: factors.index(f)])
+                before = math.prod(self.sizes[g][0] for g in factors[: factors.index(f)])
                 return Shard(d) if before == 1 else StridedShard(d, split_factor=before)
         raise ValueError(f"no dim carries factor {f} in {dims}")
-
-
-def _chunks(n: int, k: int, split: int) -> tuple[int, int]:
-    """Largest and smallest local size of a dim of `n` cut over `k`, with a split factor if not 0."""
-    if not split:
-        c = -(-n // k)
-        return c, max(n - c * (k - 1), 0)
-    outer = -(-n // split)
-    pieces = [min(outer, n - at) for at in range(0, n, outer)] if n else []
-    return sum(_chunks(m, k, 0)[0] for m in pieces), sum(_chunks(m, k, 0)[1] for m in pieces)
 
 
 def _in_composite(rule: Rule, f: int) -> bool:

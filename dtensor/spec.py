@@ -34,7 +34,7 @@ from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 
 __all__ = [
     "Cut", "Interval", "Spec", "TensorMeta", "contiguous_stride", "cut_runs", "dim_intervals", "is_even",
-    "may_be_empty", "normalize_placements", "part_of_runs",
+    "local_sizes", "may_be_empty", "normalize_placements", "part_of_runs",
 ]  # fmt: skip
 
 Interval = tuple[int, int]
@@ -396,8 +396,29 @@ def may_be_empty(specs: Sequence[Spec]) -> bool:
 
     There a rule may run something else than elsewhere.
     """
-    last = [k - 1 for k in specs[0].mesh.shape]
-    return any(0 in s.local_shape_of(last) for s in specs)
+    return any(0 in _sizes_along(s, d) for s in specs for d in range(s.ndim))
+
+
+def _sizes_along(spec: Spec, dim: int) -> set[int]:
+    """The sizes that shards have along `dim`."""
+    sizes = {spec.shape[dim]}
+    for p, k in zip(spec.placements, spec.mesh.shape, strict=True):
+        if isinstance(p, (Shard, StridedShard)) and p.dim == dim:
+            split = p.split_factor if isinstance(p, StridedShard) else 1
+            sizes = {part for n in sizes for part in local_sizes(n, k, split)}
+    return sizes
+
+
+def local_sizes(n: int, k: int, split: int = 1) -> set[int]:
+    """The sizes that there are of the parts of `n` elements cut over `k` positions, with a split factor.
+
+    All of them, since the smallest part of what is cut twice need not come from the smallest part of the first cut:
+    over 3 positions 3 gives 1, 1, 1 and 4 gives 2, 2, 0.
+    """
+    outer = -(-n // max(split, 1))
+    runs = [(outer, n // outer), (n % outer, 1)] if n else []  # chunks of one size, and a shorter one
+    turns = {0, k - 1, *(size // (-(-size // k) or 1) + more for size, _ in runs for more in (0, 1))}
+    return {sum(_share(size, k, r) * times for size, times in runs) for r in turns if r < k}
 
 
 def is_even(spec: Spec) -> bool:

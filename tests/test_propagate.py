@@ -14,7 +14,7 @@ from dtensor.placement import StridedShard
 from dtensor.price import FEW, NEAR, moving, price
 from dtensor.propagate import all_decisions, decide
 from dtensor.simulate import fake_world
-from dtensor.spec import Spec, TensorMeta, contiguous_stride
+from dtensor.spec import Spec, TensorMeta, contiguous_stride, may_be_empty
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -130,6 +130,29 @@ def test_composites_need_even_cuts_and_give_split_factors() -> None:
     cut = start.cut(rule, 0, 2)
     assert cut is not None and cut.placement(((0, 1),), 1) is StridedShard(0, split_factor=2)
     assert start.cut(rule, 0, 3) is None and start.cut(rule, 1, 4) is None
+
+
+def test_the_local_sizes_are_known_of_every_rank() -> None:
+    """Also where a rank other than the last has the smallest part: 7 over 2 and 3 is 2, 2, 0 and 1, 1, 1."""
+    empty = dict.fromkeys((True, False), 0)
+    for shape in ((2, 3), (3, 2), (2, 2, 2), (4, 3)):
+        with fake_world(12):
+            mesh = init_device_mesh("cpu", shape)
+            for n, split in itertools.product(range(1, 20), (0, 2, 3)):
+                whole, held = Rule((((0,),),), (((0,),),), (n,), nonempty=frozenset({0})), [S0] * len(shape)
+                state: State | None = State.start(rule := Rule((((0,),),), (((0,),),), (n,)))
+                strict: State | None = State.start(whole)
+                for axis, k in enumerate(shape):
+                    cut = split if axis == 0 else 0
+                    state = state and state.cut(rule, 0, k, cut)
+                    strict = strict and strict.cut(whole, 0, k, cut)
+                    held[axis] = StridedShard(0, split_factor=cut) if cut else S0
+                there = spec(mesh, (n,), *held)
+                sizes = {there.local_shape_of(c)[0] for c in itertools.product(*map(range, shape))}
+                assert state is not None and set(state.sizes[0]) == sizes
+                assert may_be_empty([there]) == (0 in sizes) == (strict is None)
+                empty[0 in sizes] += 1
+    assert min(empty.values()) > 20
 
 
 def test_refinement_follows_split_factors() -> None:
