@@ -36,7 +36,7 @@ def group_norm(call: Call) -> Rule:
 
     def localize(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Mapping[str, object]:
         rows, channels = ins[at].local_shape[:2]
-        return {"N": rows, "C": channels, "group": groups * channels // max(x.shape[1], 1)}
+        return {"N": rows, "C": channels, "group": groups * channels // x.shape[1] if x.shape[1] else groups}
 
     return Rule(
         tuple(dims[name] for name in call.names),
