@@ -1,56 +1,67 @@
 """`DTensor.from_local(run_check=True)`: do the ranks of a mesh agree on what they pass?
 
-Compared over the mesh's own ranks, whatever the world: dtype, requires_grad and, where no global shape is given,
-dims, shape and stride. A disagreement is a ValueError on every rank, before anything is changed. Then replicas
-are made equal: position 0's part is broadcast along every replicated axis.
+Compared over the mesh's own ranks, whatever the world: placements, dtype, requires_grad, and dims, shape and stride of
+the local tensors or, where one is given, of the global tensor. A disagreement is an error on every rank, before
+anything is changed; so is a rank that refuses its arguments, such as a part that does not fit the global shape, which
+no other rank would notice. Then replicas are made equal: position 0's part is broadcast along every replicated axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dtensor.device_mesh import DeviceMesh
-from dtensor.placement import Placement, Replicate
+from dtensor.placement import Replicate
+from dtensor.spec import Spec
 
 __all__ = ["run_checks"]
 
-DTYPES: tuple[torch.dtype, ...] = tuple(
-    sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-)
-MAX_DIMS = 64
+ROOM = 4096
+"""Bytes of what a rank says of its arguments."""
 
 
-def run_checks(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], check_shape: bool
-) -> torch.Tensor:
-    """`local`, with replicated parts made equal; a new tensor where something was broadcast.
+def run_checks(describe: Callable[[], tuple[torch.Tensor, Spec]], mesh: DeviceMesh, check_shape: bool) -> torch.Tensor:
+    """The local tensor that `describe` gives, with replicated parts made equal; new where something was broadcast.
 
-    All ranks of the mesh must call it. Without `check_shape` shape and stride may differ (uneven shards).
+    All ranks of the mesh must call it. `describe` checks this rank's arguments. Without `check_shape` the local
+    shapes and strides may differ (uneven shards), those of the global tensor may not.
 
     Raises:
-        ValueError: on every rank, where any of them passes another dtype, requires_grad, shape or stride.
+        ValueError: on every rank, where ranks pass other placements, dtypes, requires_grad, shapes or strides, and
+            where `describe` raised on another rank; what it raised on this one is raised here.
     """
-    if mesh.coord is None or mesh.size() == 1 or local.device.type == "meta":
-        return local
     axes = tuple(a for a, k in enumerate(mesh.shape) if k > 1)
+    if mesh.coord is None or not axes or mesh.device_type == "meta":
+        return describe()[0]
+    refused: Exception | None = None
+    try:
+        local, spec = describe()
+        facts = _facts(local, spec, check_shape)
+    except Exception as e:
+        refused, facts = e, {"refused": f"{type(e).__name__}: {e}"[: ROOM // 8]}
     comm = mesh.comm(axes)
-    seen = [_read(t) for t in comm.all_gather(_facts(local), [(3 + 2 * MAX_DIMS,)] * comm.size)]
-    _compare(comm.ranks, "dtype", [s[0] for s in seen])
-    _compare(comm.ranks, "requires_grad", [s[1] for s in seen])
-    if check_shape:
-        _compare(comm.ranks, "shape", [s[2] for s in seen])
-        _compare(comm.ranks, "stride", [s[3] for s in seen])
-    copied = [a for a in axes if isinstance(placements[a], Replicate)]
-    places = torch.arange(comm.size).view([mesh.shape[a] for a in axes])
-    for a in copied:
-        for line in places.movedim(axes.index(a), -1).reshape(-1, mesh.shape[a]).tolist():
-            _compare([comm.ranks[i] for i in line], "shape", [seen[i][2] for i in line])
-    if not copied:
+    text = json.dumps(facts).encode().ljust(ROOM)
+    sent = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device_type)
+    got = comm.all_gather(sent, [(ROOM,)] * comm.size)
+    seen: list[dict[str, object]] = [json.loads(bytes(t.tolist())) for t in got]
+    if refused is not None:
+        raise refused
+    for rank, its in zip(comm.ranks, seen, strict=True):
+        if "refused" in its:
+            raise ValueError(
+                f"from_local(run_check=True): rank {rank} refuses what it was given, so no rank goes on; it raised\n"
+                f"  {its['refused']}"
+            )
+    for what in facts:
+        _compare(comm.ranks, what, [its[what] for its in seen])
+    copied = tuple(a for a in axes if isinstance(spec.placements[a], Replicate))
+    if not copied or local.device.type == "meta":
         return local
-    made = _Synchronised.apply(local, mesh, tuple(copied))
+    made = _Synchronised.apply(local, mesh, copied)
     assert isinstance(made, torch.Tensor)
     return made
 
@@ -69,23 +80,17 @@ class _Synchronised(torch.autograd.Function):
         return grad, None, None
 
 
-Facts = tuple[torch.dtype, bool, tuple[int, ...], tuple[int, ...]]
-
-
-def _facts(local: torch.Tensor) -> torch.Tensor:
-    """dtype, requires_grad, dims, shape and stride as int64 of fixed length."""
-    if local.ndim > MAX_DIMS:
-        raise ValueError(f"from_local(run_check=True): tensors of more than {MAX_DIMS} dims are not supported")
-    room = [0] * (MAX_DIMS - local.ndim)
-    numbers = [DTYPES.index(local.dtype), int(local.requires_grad), local.ndim]
-    return torch.tensor([*numbers, *local.shape, *room, *local.stride(), *room], dtype=torch.int64, device=local.device)
-
-
-def _read(t: torch.Tensor) -> Facts:
-    numbers = [int(n) for n in t.tolist()]
-    n = numbers[2]
-    shape, stride = numbers[3 : 3 + n], numbers[3 + MAX_DIMS : 3 + MAX_DIMS + n]
-    return DTYPES[numbers[0]], bool(numbers[1]), tuple(shape), tuple(stride)
+def _facts(local: torch.Tensor, spec: Spec, check_shape: bool) -> dict[str, object]:
+    """What must be the same on all ranks, in the order in which it is looked at."""
+    alike = local if check_shape else spec
+    facts: dict[str, object] = {
+        "placements": str(list(spec.placements)), "dtype": str(spec.dtype), "requires_grad": local.requires_grad,
+        "device type": local.device.type, "shape": list(alike.shape),
+        "stride": list(local.stride() if check_shape else spec.stride),
+    }  # fmt: skip
+    if len(json.dumps(facts)) > ROOM:
+        raise ValueError(f"from_local(run_check=True): a tensor of {local.ndim} dims is too much to compare")
+    return facts
 
 
 def _compare(ranks: Sequence[int], what: str, values: Sequence[object]) -> None:

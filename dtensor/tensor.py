@@ -118,8 +118,8 @@ class DTensor(torch.Tensor):
                 outside the mesh it says the shape only: its part is empty.
             device_mesh: default: the mesh of the enclosing `with mesh:`.
             placements: one per mesh axis; default all `Replicate()`.
-            run_check: compare dtype, requires_grad and (without `shape`) shapes over the mesh's ranks, which
-                raises ValueError on all of them where they differ, and broadcast along replicated axes.
+            run_check: compare what the mesh's ranks pass, which raises ValueError on all of them where they differ
+                or one refuses its arguments, and broadcast along replicated axes.
             shape, stride: of the global tensor, both or neither. Without them the shards are taken as even.
             grad_placements: layout of the incoming gradient; default: these placements with Partial as
                 Replicate.
@@ -131,38 +131,18 @@ class DTensor(torch.Tensor):
         """
         if _compiling() and isinstance(device_mesh, DeviceMesh) and not run_check:
             return _compiled.from_local(local_tensor, device_mesh, placements, shape, stride, grad_placements)
-        if isinstance(local_tensor, DTensor):
-            raise RuntimeError("from_local: got a DTensor; it is distributed already, use redistribute()")
-        if not isinstance(local_tensor, torch.Tensor):
-            raise TypeError(f"from_local: local_tensor must be a torch.Tensor, got {type(local_tensor).__name__}")
-        refuse_layout("from_local", local_tensor)
-        if type(local_tensor) is not torch.Tensor:
-            _compiled.refuse_export("from_local")
-        if (shape is None) != (stride is None):
-            raise RuntimeError("from_local: pass both shape and stride of the global tensor, or neither")
         mesh = as_mesh(device_mesh)
-        placed = normalize_placements(placements, mesh, local_tensor.ndim, "from_local")
-        if local_tensor.device.type not in (mesh.device_type, "meta"):
-            local_tensor = local_tensor.to(mesh.device_type)
-        grads = None
-        if grad_placements is not None:
-            grads = normalize_placements(grad_placements, mesh, local_tensor.ndim, "from_local(grad_placements=)")
+        given = placements, shape, stride, grad_placements
         if run_check:
             from dtensor.check import run_checks
 
-            local_tensor = run_checks(local_tensor, mesh, placed, shape is None)
-        if stride is not None:
-            local_tensor = in_order(local_tensor, stride)
-        spec = _spec_of_local(local_tensor, mesh, placed, shape, stride)
-        if mesh.coord is None and local_tensor.shape != spec.local_shape:
-            local_tensor = local_tensor.new_empty(spec.local_shape, requires_grad=local_tensor.requires_grad)
-        if grads is not None:
-            _check_parts(spec, grads, "from_local")
-        if local_tensor.requires_grad and torch.is_grad_enabled():
-            return cast(DTensor, _FromLocal.apply(local_tensor, spec, grads))
-        if local_tensor.requires_grad:
-            local_tensor = local_tensor.detach()
-        return cast(DTensor, new(DTensor, local_tensor, spec, requires_grad=False))
+            local_tensor = run_checks(lambda: _describe(local_tensor, mesh, *given)[:2], mesh, shape is None)
+        local, spec, grads = _describe(local_tensor, mesh, *given)
+        if local.requires_grad and torch.is_grad_enabled():
+            return cast(DTensor, _FromLocal.apply(local, spec, grads))
+        if local.requires_grad:
+            local = local.detach()
+        return cast(DTensor, new(DTensor, local, spec, requires_grad=False))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, sharing memory. Differentiable.
@@ -431,6 +411,35 @@ def _read_part(x: DTensor) -> Spec:
     """The spec of this rank's part, which is then up to date. What waits for a collective goes on waiting."""
     spec = x._spec
     return spec.final if type(spec) is DeferredSpec else settled_spec(x, "to_local")
+
+
+def _describe(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None,
+    stride: tuple[int, ...] | None, grad_placements: Sequence[Placement] | None,
+) -> tuple[torch.Tensor, Spec, tuple[Placement, ...] | None]:  # fmt: skip
+    """The arguments of `from_local`, checked, as what a DTensor is made of; and the layout of its gradient."""
+    if isinstance(local, DTensor):
+        raise RuntimeError("from_local: got a DTensor; it is distributed already, use redistribute()")
+    if not isinstance(local, torch.Tensor):
+        raise TypeError(f"from_local: local_tensor must be a torch.Tensor, got {type(local).__name__}")
+    refuse_layout("from_local", local)
+    if type(local) is not torch.Tensor:
+        _compiled.refuse_export("from_local")
+    if (shape is None) != (stride is None):
+        raise RuntimeError("from_local: pass both shape and stride of the global tensor, or neither")
+    placed = normalize_placements(placements, mesh, local.ndim, "from_local")
+    if local.device.type not in (mesh.device_type, "meta"):
+        local = local.to(mesh.device_type)
+    if stride is not None:
+        local = in_order(local, stride)
+    spec = _spec_of_local(local, mesh, placed, shape, stride)
+    if mesh.coord is None and local.shape != spec.local_shape:
+        local = local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
+    if grad_placements is None:
+        return local, spec, None
+    grads = normalize_placements(grad_placements, mesh, local.ndim, "from_local(grad_placements=)")
+    _check_parts(spec, grads, "from_local")
+    return local, spec, grads
 
 
 def _spec_of_local(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,19 +126,62 @@ def test_run_check_refuses_on_every_rank(what: str) -> None:
     assert simulate(4)(run) == [1] * 4
 
 
-def test_run_check_compares_replicas_where_a_shape_is_given() -> None:
-    def run() -> int:
-        mesh = init_device_mesh("cpu", (2, 2))
-        rows = 3 if mesh.get_rank() == 3 else 1 if mesh.get_rank() >= 2 else 2
-        with pytest.raises(ValueError, match="different shape"):
+SHAPED: dict[str, tuple[tuple[int, ...], list[Placement], list[tuple[int, ...]], tuple[int, ...]]] = {
+    "a row too many": ((4,), [Shard(0)], [(2, 4), (2, 4), (3, 4), (2, 4)], (8, 4)),
+    "a row too few": ((4,), [Shard(0)], [(2, 4), (2, 4), (2, 4), (1, 4)], (8, 4)),
+    "other columns": ((4,), [Shard(0)], [(2, 4), (2, 5), (2, 4), (2, 4)], (8, 4)),
+    "fewer dims": ((4,), [Shard(1)], [(4, 2), (4, 2), (4, 2), (8,)], (4, 8)),
+    "no dims": ((4,), [Shard(0)], [(), (2, 4), (2, 4), (2, 4)], (8, 4)),
+    "parts in another order": ((4,), [Shard(0)], [(1, 4), (3, 4), (3, 4), (3, 4)], (10, 4)),
+    "an empty part has a row": ((4,), [Shard(0)], [(1, 4), (1, 4), (1, 4), (1, 4)], (3, 4)),
+    "a replica of another shape": ((4,), [Replicate()], [(8, 4), (8, 4), (8, 4), (4, 8)], (8, 4)),
+    "a pending part of another shape": ((4,), [Partial()], [(8, 4), (1, 4), (8, 4), (8, 4)], (8, 4)),
+    "two axes": ((2, 2), [Shard(0), Shard(1)], [(4, 2), (4, 2), (4, 2), (4, 3)], (8, 4)),
+    "two axes, one dim": ((2, 2), [Shard(0), Shard(0)], [(2, 4), (2, 4), (2, 4), (1, 4)], (8, 4)),
+    "a split factor": (
+        (2, 2), [StridedShard(0, split_factor=2), Shard(0)], [(2, 4), (2, 4), (3, 4), (2, 4)], (8, 4)
+    ),
+    "replicas of a shard": ((2, 2), [Shard(0), Replicate()], [(2, 2), (2, 2), (1, 2), (3, 2)], (3, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHAPED)
+def test_run_check_refuses_parts_that_do_not_fit_the_shape_on_every_rank(what: str) -> None:
+    sizes, placed, parts, shape = SHAPED[what]
+
+    def run() -> bool:
+        mesh = init_device_mesh("cpu", sizes)
+        stride = torch.empty(shape).stride()
+        with pytest.raises((ValueError, RuntimeError), match=r"from_local") as seen:
             DTensor.from_local(
-                torch.zeros(rows, 2), mesh, [Shard(0), Replicate()], run_check=True, shape=(3, 2), stride=(2, 1)
+                torch.zeros(parts[mesh.get_rank()]), mesh, placed, run_check=True, shape=shape, stride=stride
             )
-        uneven = DTensor.from_local(
-            torch.zeros(2 if mesh.get_rank() < 2 else 1, 2), mesh, [Shard(0), Replicate()], run_check=True,
-            shape=(3, 2), stride=(2, 1),
-        )  # fmt: skip
-        assert uneven.shape == (3, 2)
+        here = not isinstance(seen.value, ValueError) or isinstance(seen.value, IndexError)
+        assert here or "rank" in str(seen.value)
+        right = torch.zeros(Spec.make(mesh, tuple(placed), shape, stride, torch.float32).local_shape)
+        assert DTensor.from_local(right, mesh, placed, run_check=True, shape=shape, stride=stride).shape == shape
+        return here
+
+    assert 0 < sum(simulate(4)(run)) < 4
+
+
+@pytest.mark.parametrize("what", ["shape", "given", "placements", "dims", "class", "device"])
+def test_run_check_refuses_on_every_rank_what_one_rank_says_otherwise(what: str) -> None:
+    def run() -> int:
+        mesh = init_device_mesh("cpu", (4,))
+        odd = mesh.get_rank() == 3
+        t, placed, shape = torch.zeros(2, 2), [Shard(0)], (8, 2)
+        if odd and what == "shape":
+            t, shape = torch.zeros(0, 2), (6, 2)
+        if odd and what == "placements":
+            placed = [Shard(1)]
+            t, shape = torch.zeros(8, 0), (8, 3)
+        if odd and what == "device":
+            t = t.to("meta")
+        local: Any = [1] if odd and what == "class" else t[0] if odd and what == "dims" else t
+        given = {} if what == "dims" or (odd and what == "given") else {"shape": shape, "stride": (shape[1], 1)}
+        with pytest.raises((ValueError, RuntimeError, TypeError), match=r"from_local"):
+            DTensor.from_local(local, mesh, placed, run_check=True, **given)  # type: ignore[arg-type]
         return 1
 
     assert simulate(4)(run) == [1] * 4
