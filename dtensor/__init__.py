@@ -22,15 +22,23 @@ from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
 if TYPE_CHECKING:
+    from dtensor import debug as debug
+    from dtensor import experimental as experimental
+    from dtensor import loss as loss
+    from dtensor import parallel as parallel
     from dtensor.lowering import LowerError as LowerError
     from dtensor.lowering import lower as lower
+
+__version__ = "0.1.0"
+
+_PACKAGES = ("debug", "experimental", "loss", "parallel")
 
 _tensor.register_with_torch()
 
 
 def __getattr__(name: str) -> object:
     """The packages inside, `dtensor.lower` and `dtensor.LowerError` load when first asked for."""
-    if name in ("debug", "experimental", "loss", "parallel"):
+    if name in _PACKAGES:
         return importlib.import_module(f"dtensor.{name}")
     if name in ("lower", "LowerError"):
         from dtensor.lowering import LowerError, lower
@@ -38,6 +46,11 @@ def __getattr__(name: str) -> object:
         globals().update(lower=lower, LowerError=LowerError)
         return globals()[name]
     raise AttributeError(f"module 'dtensor' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Public names; the modules inside are reached by importing them."""
+    return sorted({*__all__, *_PACKAGES, "LowerError", "lower", "__version__"} - {"_StridedShard"})
 
 
 __all__ = [

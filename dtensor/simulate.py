@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -37,6 +37,22 @@ __all__ = ["CollectiveMismatch", "FakeWorld", "RankError", "Traffic", "fake_worl
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_RANKS = 256
+
+
+class Ranks(Protocol):
+    """What `simulate(n)` gives: calls a function on every rank and gives the list of their results."""
+
+    def __call__(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+
+
+class Simulate(Protocol):
+    """What `dtensor.simulate` is: the function, with `fake_world` as an attribute, since it has this module's name."""
+
+    def __call__(self, world_size: int) -> Ranks: ...
+
+    def fake_world(self, world_size: int, rank: int = 0) -> AbstractContextManager[FakeWorld]:
+        """See `fake_world`."""
+        ...
 
 
 class RankError(Exception):
@@ -99,7 +115,24 @@ def _keep_device_guard() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-def simulate(world_size: int) -> Callable[..., list[Any]]:
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeWorld]:
+    """Be `rank` of a world of `world_size` ranks that does not exist, inside the `with`.
+
+    Gives the world, whose `traffic` lists the collectives issued. Raises ValueError for a rank outside it.
+    """
+    world = FakeWorld(world_size, rank)
+    with entered(world):
+        yield world
+
+
+def _with_fake_world(function: Callable[[int], Ranks]) -> Simulate:
+    function.fake_world = fake_world  # type: ignore[attr-defined]
+    return cast(Simulate, function)
+
+
+@_with_fake_world
+def simulate(world_size: int) -> Ranks:
     """A runner of SPMD functions: `simulate(4)(fn, *args, **kwargs)` is the list of every rank's result.
 
     All ranks get the same arguments (the same objects). The first exception on a rank ends all others and is
@@ -138,22 +171,8 @@ def simulate(world_size: int) -> Callable[..., list[Any]]:
     return run
 
 
-@contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeWorld]:
-    """Be `rank` of a world of `world_size` ranks that does not exist, inside the `with`.
-
-    Gives the world, whose `traffic` lists the collectives issued. Raises ValueError for a rank outside it.
-    """
-    world = FakeWorld(world_size, rank)
-    with entered(world):
-        yield world
-
-
-simulate.fake_world = fake_world  # type: ignore[attr-defined]  # the package exports the function by this module's name
-
-
 class _Callable(ModuleType):
-    def __call__(self, world_size: int) -> Callable[..., list[Any]]:
+    def __call__(self, world_size: int) -> Ranks:
         return simulate(world_size)
 
 

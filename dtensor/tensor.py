@@ -13,7 +13,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -53,7 +53,13 @@ new: Callable[..., Any] = _native_new if _native_new is not None else _python_ne
 """`new(cls, local, spec, requires_grad=)`: the wrapper, unchecked and without autograd."""
 
 
-class DTensor(torch.Tensor):
+if TYPE_CHECKING:
+    from dtensor.typed import Tensor as _Tensor
+else:
+    _Tensor = torch.Tensor
+
+
+class DTensor(_Tensor):
     """A tensor distributed over a `DeviceMesh`.
 
     Make one with `distribute_tensor`, `DTensor.from_local` or the factories. `DTensor(local_tensor, spec, *,
@@ -564,11 +570,11 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         if ctx.wire is not None and ctx.wire is not grad.dtype:
-            grad = cast(DTensor, grad.to(ctx.wire))
+            grad = grad.to(ctx.wire)
         if grad._spec.mesh != ctx.mesh or grad._spec.placements != ctx.placements:
             grad = _internal(grad, ctx.placements, ctx.mesh)
         if grad.dtype is not ctx.dtype:
-            grad = cast(DTensor, grad.to(ctx.dtype))
+            grad = grad.to(ctx.dtype)
         return grad, None, None, None, None, None
 
 
@@ -588,7 +594,7 @@ class _KnownMove(torch.autograd.Function):
         if (own.mesh is not spec.mesh and own.mesh != spec.mesh) or own.placements != target:
             grad = _internal(grad, target, spec.mesh)
         if grad.dtype is not spec.dtype:
-            grad = cast(DTensor, grad.to(spec.dtype))
+            grad = grad.to(spec.dtype)
         return grad, None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
@@ -44,7 +43,7 @@ def distributed(call: str, x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
             f"{call}: target, weights and input must be on one mesh\n  got: {x.device_mesh!r} and {mesh!r}"
         )
     if not x.is_floating_point() and x.dtype != torch.int64:
-        x = cast(DTensor, x.long())
+        x = x.long()
     return x
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ def lay_out(
             if isinstance(param, DTensor):
                 if param.placements == tuple(placed):
                     continue  # it may be shared, and stays so
-                value = cast(DTensor, param.detach()).redistribute(placements=placed)
+                value = param.detach().redistribute(placements=placed)
             else:
                 value = distribute_tensor(param, mesh, placed, src_data_rank=src_data_rank)
             part.register_parameter(name, nn.Parameter(value, requires_grad=param.requires_grad))

@@ -101,7 +101,7 @@ def _plain_parameter(x: DTensor) -> nn.Parameter:
 def full(x: DTensor) -> torch.Tensor:
     """All elements of `x`, in memory of their own; on the meta device only the shape."""
     with torch.no_grad():
-        x = cast(DTensor, x.detach())
+        x = x.detach()
         local = x.to_local()
         if local.is_meta:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
