@@ -26,6 +26,7 @@ from dtensor import products as _products
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.deferred import DeferredSpec
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.errors import MixedTensorError, explain_error
 from dtensor.memory import refuse_layout
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
@@ -514,11 +515,15 @@ def _whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec, grads: tuple[Placement, ...] | None) -> DTensor:
-        ctx.placements = grads if grads is not None else _whole(spec.placements)
+        ctx.set_materialize_grads(False)
+        ctx.placements, ctx.spec = grads if grads is not None else _whole(spec.placements), spec
         return cast(DTensor, new(DTensor, local.detach(), spec, requires_grad=False))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        grad = _ours(grad, ctx.spec)
         if grad._spec.placements != ctx.placements:
             grad = _internal(grad, ctx.placements)
         return grad.to_local(), None, None
@@ -528,12 +533,15 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, grads: tuple[Placement, ...] | None) -> torch.Tensor:
         ctx.spec = _read_part(x)
+        ctx.set_materialize_grads(False)
         ctx.placements = grads if grads is not None else _whole(ctx.spec.placements)
         local = x._local_tensor
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         spec: Spec = ctx.spec
         if not dense(grad):
             grad = grad.contiguous()
@@ -564,15 +572,19 @@ class _Redistribute(torch.autograd.Function):
         forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None, mesh: DeviceMesh | None,
     ) -> DTensor:  # fmt: skip
         ctx.placements, ctx.dtype, ctx.wire = _whole(x._spec.placements), x.dtype, backward_dtype
-        ctx.async_op, ctx.mesh = async_op, x._spec.mesh
+        ctx.spec = x._spec
+        ctx.set_materialize_grads(False)
         return _redistribute(x, placed, async_op, forward_dtype, mesh)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None, None
+        grad = _ours(grad, ctx.spec)
         if ctx.wire is not None and ctx.wire is not grad.dtype:
             grad = grad.to(ctx.wire)
-        if grad._spec.mesh != ctx.mesh or grad._spec.placements != ctx.placements:
-            grad = _internal(grad, ctx.placements, ctx.mesh)
+        if grad._spec.mesh != ctx.spec.mesh or grad._spec.placements != ctx.placements:
+            grad = _internal(grad, ctx.placements, ctx.spec.mesh)
         if grad.dtype is not ctx.dtype:
             grad = grad.to(ctx.dtype)
         return grad, None, None, None, None, None
@@ -584,11 +596,15 @@ class _KnownMove(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, move: Move) -> DTensor:
         ctx.spec = x._spec
+        ctx.set_materialize_grads(False)
         return cast(DTensor, new(DTensor, move.run(x._local_tensor, False), move.target, requires_grad=False))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         spec: Spec = ctx.spec
+        grad = _ours(grad, spec)
         target = _whole(spec.placements)
         own = grad._spec
         if (own.mesh is not spec.mesh and own.mesh != spec.mesh) or own.placements != target:
@@ -638,6 +654,17 @@ def _watch(leaf: DTensor) -> None:
         return _internal(grad, target)
 
     leaf.register_hook(hook)
+
+
+def _ours(grad: torch.Tensor, spec: Spec) -> DTensor:
+    """The gradient of what is laid out as `spec`; torch's formulas may give plain zeros. MixedTensorError otherwise."""
+    if isinstance(grad, DTensor):
+        return grad
+    if _all_zero(grad):
+        return _zeros_on(spec, grad)
+    got, rule = f"a plain tensor of shape {list(grad.shape)}", "the gradient of a DTensor is a DTensor"
+    fix = "distribute_tensor(grad, mesh, placements) for what backward starts from or a hook returns"
+    raise MixedTensorError(explain_error(f"backward of a redistribution of {spec}", got, rule, fix))
 
 
 def _all_zero(grad: torch.Tensor) -> bool:

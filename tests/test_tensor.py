@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ from laws import make, rand
 
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
-from dtensor.errors import LayoutError
+from dtensor.errors import LayoutError, MixedTensorError
 
 R, P = Replicate(), Partial()
 
@@ -55,6 +56,35 @@ def test_gradients_of_from_local_and_to_local() -> None:
         assert torch.equal(w.grad.full_tensor(), torch.full((3,), 10.0))
 
     on(4, f)
+
+
+NO_GRADIENT = {
+    "a norm of order 0": lambda t: t.norm(p=0), "an unused result": lambda t: torch._foreach_norm([t, t.detach()])[1],
+    "sgn": lambda t: t.sgn(), "no repetition": lambda t: t.repeat(0, 1), "times 0": lambda t: t * 0,
+}  # fmt: skip
+PASSED_ON = {
+    "redistribute": lambda t: t.redistribute(placements=[Shard(1)]),
+    "local": lambda t: DTensor.from_local(t.to_local() * 1, t.device_mesh, t.placements),
+    "product": lambda t: torch.nn.functional.linear(t, t.detach()), "sum": lambda t: t.sum(0, keepdim=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_GRADIENT)
+def test_gradients_that_autograd_leaves_out_or_gives_as_plain_zeros(name: str) -> None:
+    """Nothing where plain torch has nothing, zeros where it has zeros, whatever they pass; twice, as moves are cached."""
+
+    def f(mesh):
+        for via, placement, _ in itertools.product(PASSED_ON, (R, Shard(0)), range(2)):
+            got, want = distribute_tensor(rand(4, 4), mesh, [placement]).requires_grad_(), rand(4, 4).requires_grad_()
+            NO_GRADIENT[name](PASSED_ON[via](got)).sum().backward()
+            NO_GRADIENT[name](want if via in ("redistribute", "local") else PASSED_ON[via](want)).sum().backward()
+            assert (got.grad is None) == (want.grad is None), via
+            assert got.grad is None or torch.equal(got.grad.full_tensor(), want.grad)
+        moved = distribute_tensor(rand(4, 4), mesh, [R]).requires_grad_().redistribute(placements=[Shard(0)])
+        with pytest.raises(MixedTensorError, match="gradient of a DTensor is a DTensor"):
+            moved.backward(torch.ones(4, 4))
+
+    on(2, f)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), R, StridedShard(0, split_factor=2)], ids=str)
