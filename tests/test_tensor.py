@@ -71,7 +71,7 @@ PASSED_ON = {
 
 @pytest.mark.parametrize("name", NO_GRADIENT)
 def test_gradients_that_autograd_leaves_out_or_gives_as_plain_zeros(name: str) -> None:
-    """Nothing where plain torch has nothing, zeros where it has zeros, whatever they pass; twice, as moves are cached."""
+    """Nothing where plain torch has nothing, zeros where it has zeros, whatever they pass. Moves are cached: twice."""
 
     def f(mesh):
         for via, placement, _ in itertools.product(PASSED_ON, (R, Shard(0)), range(2)):
