@@ -25,7 +25,7 @@ from dtensor.registry import Call, register
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 
-from .dtypes import accumulation_dtype
+from .dtypes import accumulation_dtype, unlike_statistics
 from .empty_shards import is_empty_shard, zeros_of
 from .gathered import output_spec
 from .labelled import share_of
@@ -132,9 +132,11 @@ def batch_norm_backward(call: Call) -> Rule:
     rule = _rule(call, (True, False, False), bool(call["train"]), kernel)
     at = call.index("grad_out")
     assert at is not None
+    apart = bool(call["train"]) and unlike_statistics(call, "save_mean", "weight", *RUNNING)
     return replace(
-        rule, linear=(linear(at),), bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) else None
-    )
+        rule, linear=(linear(at),), bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) else None,
+        local=(lambda ins, outs: _run_backward) if apart else None,
+    )  # fmt: skip
 
 
 def _run_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["accumulation_dtype", "cast_passes", "is_exact"]
+from dtensor.registry import Call
+
+__all__ = ["accumulation_dtype", "cast_passes", "is_exact", "unlike_statistics"]
 
 Ops = tuple[tuple[str, str], ...]
 """Reduction of the inputs -> of the outputs, as in `dtensor.factors.Linear`."""
@@ -13,6 +15,17 @@ Ops = tuple[tuple[str, str], ...]
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are taken in: float32 for lower precisions."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def unlike_statistics(call: Call, saved: str, *parameters: str) -> bool:
+    """True where the statistics that a norm saved are not of the dtype in which torch's CPU kernel reads them.
+
+    It reads them in the dtype of the first of its `parameters` that is given. Kernels of rules leave float32, where
+    torch's own forward may leave a lower precision; which of them ran depends on the layouts that the forward had.
+    """
+    given = dict(zip(call.names, call.inputs, strict=True))
+    read = next((given[n].dtype for n in parameters if n in given), None)
+    return given[saved].mesh.device_type == "cpu" and read not in (None, given[saved].dtype)
 
 
 def is_exact(dtype: torch.dtype) -> bool:

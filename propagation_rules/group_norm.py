@@ -43,6 +43,8 @@ def group_norm(call: Call) -> Rule:
         tuple(() if m is None else dims[name] for name, m in zip(outs, call.outputs, strict=True)),
         sizes,
         frozenset({q, *range(3, len(sizes))}),
+        # Statistics of another dtype than the input's are unknown to torch's shape function; an empty shard has none.
+        nonempty=frozenset({n, g}) if any(s.dtype != x.dtype for s in call.inputs) else frozenset(),
         linear=(linear(0),) if backward else (),
         localize=localize,
         bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) else None,

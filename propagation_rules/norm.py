@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule, linear
+from dtensor.factors import Dims, Kernel, LocalPart, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.registry import Call, register
 
-from .dtypes import accumulation_dtype
+from .dtypes import accumulation_dtype, unlike_statistics
 from .variance import combined_moments
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
@@ -103,7 +103,9 @@ def _run_layer_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
 def layer_norm_backward(call: Call) -> Rule:
     """Linear in the gradient; the parameters' gradients lack the batch dims."""
     rule = _rule(call, ("input", "parameter", "parameter"), "layer_norm backward", _run_layer_norm_backward)
-    return replace(rule, linear=(linear(_at(call, "grad_out")),))
+    apart = unlike_statistics(call, "mean", "weight", "input")
+    local: LocalPart | None = (lambda ins, outs: _run_layer_norm_backward) if apart else None
+    return replace(rule, linear=(linear(_at(call, "grad_out")),), local=local)
 
 
 def _run_layer_norm_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
