@@ -131,7 +131,7 @@ class Trial(TorchDispatchMode):
             raise GaveUp(f"{info.name}: its result depends on data")
         structure, outs = metas
         call = make_call(func, args, kwargs, outs)
-        rule = None if info.entry is None else info.entry.build(call)
+        rule = None if info.entry is None else info.entry.rule(call)
         if rule is None:
             inner = func.decompose if is_composite(func) else decomposition_of(func)
             if inner is not None:

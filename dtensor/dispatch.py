@@ -52,23 +52,36 @@ class OpInfo:
         self.func, self.name, self.run = func, op_name(func), func._op
         self.entry: Entry | None = lookup(func)
         self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.special = _specials.get(self.name)
+        own = self.entry is not None and self.entry.where and self.name.startswith(self.entry.name)
+        self.special = None if own else _specials.get(self.name)  # a program's rule for this op comes first
         args = schema.arguments
         self.written = tuple(a.name for a in args if a.alias_info is not None and a.alias_info.is_write)
         self.written_at = tuple(i for i, a in enumerate(args) if a.name in self.written)
         # Some write an argument and return something new (`rrelu_with_noise`): their results are wrapped as ever.
         self.gives_target = bool(self.written and schema.returns) and schema.returns[0].alias_info is not None
         self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
-        packet = self.name.split(".")[1]
-        self.kind = (
-            "out" if any(a.is_out for a in args)
-            else "foreach" if packet.startswith(("_foreach_", "_fused_", "_amp_foreach"))
-            else "plain"
-        )  # fmt: skip
+        self.kind = "out" if any(a.is_out for a in args) else "foreach" if _is_of_lists(func) else "plain"
         values = self.entry.values if self.entry else frozenset()
         numbers = _NUMBERS if "*" in values else ()
         self.value_names = frozenset(a.name for a in args if a.name in values or str(a.type) in numbers)
         self.value_args = frozenset(i for i, a in enumerate(args) if a.name in self.value_names)
+
+
+def _is_of_lists(func: Op) -> bool:
+    """True for an op of torch that does to every element of its lists what another op does to a tensor.
+
+    Its schema: lists first, one list as the result or nothing but lists written. What joins a list gives a tensor;
+    composites that take lists (`meshgrid`) are made of other ops.
+    """
+    lists = lambda a: str(a.type) == "List[Tensor]"  # noqa: E731
+    args, returns = func._schema.arguments, func._schema.returns
+    if func.namespace != "aten" or not args or not lists(args[0]):
+        return False
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return False
+    if not returns:
+        return args[0].alias_info is not None
+    return len(returns) == 1 and lists(returns[0])
 
 
 _NUMBERS = ("number", "Optional[number]", "float", "Optional[float]", "Tensor", "Optional[Tensor]")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._meta_registrations
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor import dispatch as hot
 from dtensor.device_mesh import DeviceMesh
@@ -16,12 +18,15 @@ from dtensor.dispatch_shapes import known_metas
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.placement import Replicate
 from dtensor.registry import Call, flat_inputs, op_name
+from dtensor.rule_faults import depends_on_data
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
-    "common_mesh", "flat", "is_dtensor", "layouts", "make_call", "map_args", "map_named", "output_metas",
-    "plain_wrapper", "put_back", "replicated_on", "some_elements",
+    "common_mesh", "flat", "is_dtensor", "layouts", "make_call", "map_args", "map_named", "metas_by_running",
+    "output_metas", "plain_wrapper", "put_back", "replicated_on", "some_elements",
 ]  # fmt: skip
+
+log = logging.getLogger("dtensor")
 
 
 def is_dtensor(x: object) -> bool:
@@ -158,15 +163,51 @@ def output_metas(
     except RuntimeError as e:
         unknown = type(e).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
         strict = "dtype torch.bool, but this can't be cast" in str(e)  # a power of bools in place, which the op allows
-        if unknown or strict or "meta tensor" in str(e) or "INTERNAL ASSERT" in str(e):
+        if unknown or strict or any(text in str(e) for text in ("meta tensor", "INTERNAL ASSERT", "no fake impl")):
             return None
         raise
     finally:
         _call.device = None
+    return _structure(got)
+
+
+def metas_by_running(
+    func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, tuple[TensorMeta | None, ...]] | None:
+    """As `output_metas`, for an op of torch without a meta kernel: it runs once, on ones (integers: on zeros).
+
+    The tensors have the global shapes and lie where the DTensors do, so all ranks find the same. None where it fails.
+    """
+    if depends_on_data(func):
+        return None
+
+    def made(a: Any) -> Any:
+        if not is_dtensor(a):
+            return a
+        s, value = a._spec, int(a._spec.dtype.is_floating_point or a._spec.dtype.is_complex)
+        room = 1 + sum((n - 1) * k for n, k in zip(s.shape, s.stride, strict=True)) if s.numel else 0
+        memory = torch.full((room,), value, dtype=s.dtype, device=a._local_tensor.device)
+        return memory.as_strided(tuple(s.shape), s.stride)
+
+    device = next(a._local_tensor.device for a in flat(args, kwargs) if is_dtensor(a))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    with _disable_current_modes(), torch.random.fork_rng([] if device.type == "cpu" else [device], enabled=draws):
+        try:
+            new_args, new_kwargs = map_args(made, args, kwargs)
+            got = func(*new_args, **new_kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.debug("%s: it was run for the shapes of its results, and failed: %s", op_name(func), error)
+            return None
+    return _structure(got)
+
+
+def _structure(got: Any) -> tuple[str, tuple[TensorMeta | None, ...]] | None:
     if got is None:
         return "none", ()
     if isinstance(got, torch.Tensor):
-        return "one", (_meta_of(got),)
+        return ("one", (_meta_of(got),)) if got.layout is torch.strided else None
     if isinstance(got, (list, tuple)) and all(t is None or isinstance(t, (torch.Tensor, int)) for t in got):
         if not got:
             return "none", ()

@@ -1,4 +1,4 @@
-"""Ops on lists of tensors that work element by element: `_foreach_*` and `_fused_*`.
+"""Ops on lists of tensors that work element by element, such as `_foreach_add`.
 
 Every element is decided like the op it stands for (equal elements once), the inputs that have to move are
 moved, and the list op runs once on the local lists. Elements that are written and that no strategy keeps go by the
@@ -131,13 +131,10 @@ def _move_all(groups: Sequence[Sequence[Move]], local: list[Any], named: dict[st
 
 def base_entry(info: OpInfo) -> Entry | None:
     """The entry of the op that the list op applies to each element."""
-    if info.entry is not None:
-        return info.entry
     packet = info.name.split(".")[1].rstrip("_").removeprefix("_foreach_")
-    for name in (f"aten.{packet}.Tensor", f"aten.{packet}.default", f"aten.{packet}.Scalar"):
-        entry = find(name)
-        if entry is not None:
-            return entry
+    found = [e for e in (info.entry, *(find(f"aten.{packet}.{o}") for o in ("Tensor", "default", "Scalar"))) if e]
+    if found:  # a program's rule of the op that the list op stands for comes before the engine's own of the list op
+        return next((e for e in found if e.where), found[0])
     base = getattr(torch.ops.aten, packet, None)
     if base is not None and any(torch.Tag.pointwise in getattr(base, o).tags for o in base.overloads()):
         return find("aten.<pointwise>")
@@ -181,7 +178,7 @@ def miss_lists(
                 moves.append((positions.get(name, name), i, src, dst))
         results += decision.outputs
     execute = in_parts(info, kwargs, lost, count) if lost else ListPlan(info, moves, results).execute
-    if info.written and info.kind == "foreach" and "_foreach_" in info.name:
+    if info.written:
         execute = counted(execute)
     result = execute(local, named, args)
     hot.store(info, key, execute)
@@ -203,9 +200,9 @@ def with_whole(info: OpInfo, shared: Sequence[str], kwargs: dict[str, Any]) -> E
 
 
 def counted(execute: Execute) -> Execute:
-    """A write by `_foreach_*_` that autograd learns of: views of what is written, and values saved for a backward.
+    """A write that autograd learns of: views of what is written, and values saved for a backward.
 
-    It counts writes per tensor, in the ops that plain torch makes of the list; the `_fused_*` ones it does not count.
+    It counts writes per tensor, in the ops that plain torch makes of the list.
     """
 
     def run(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
@@ -269,7 +266,7 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
                 f"{info.name}: an element mixes tensors of {mesh} and {spec.mesh}; all tensors of one element must "
                 "live on the same mesh"
             )
-    rule = entry.build(call) if entry is not None else None
+    rule = entry.rule(call) if entry is not None else None
     if rule is None or rule.local is not None or rule.bind is not None:
         refuse_strict(info, call, 1)
         notice(info, call)

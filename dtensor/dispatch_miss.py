@@ -15,7 +15,7 @@ import torch
 from dtensor import dispatch as hot
 from dtensor.deferred import DeferredSpec
 from dtensor.dispatch import OpInfo, Plan
-from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, output_metas, plain_wrapper
+from dtensor.dispatch_call import common_mesh, is_dtensor, make_call, metas_by_running, output_metas, plain_wrapper
 from dtensor.dispatch_functional import rewritten
 from dtensor.dispatch_plain import in_composite, with_plain
 from dtensor.dispatch_views import late, with_deferred, with_moved
@@ -57,6 +57,8 @@ def miss(
 
         return miss_lists(info, key, local, named, args, kwargs)
     metas = output_metas(info.func, args, kwargs)
+    if metas is None and info.entry is not None and is_of_torch(info.name):
+        metas = metas_by_running(info.func, args, kwargs)
     if metas is None:
         return run_replicated(info, args, kwargs)
     structure, outs = metas
@@ -97,7 +99,7 @@ def miss(
         if actual is not decision:
             plan = kind(info, call, actual, structure, names)
             result = _rewrapped(result, actual)
-        check_locals(actual, result)
+        check_locals(actual, result, info)
     hot.store(info, key, plan.execute if found else guarded(plan.execute, info, call, 1))
     return result
 
@@ -159,7 +161,7 @@ def _rewrapped(result: Any, decision: Decision) -> Any:
     return again(result, decision.outputs[0])
 
 
-def check_locals(decision: Decision, result: Any) -> None:
+def check_locals(decision: Decision, result: Any, info: OpInfo) -> None:
     """The local results have the shapes and dtypes that the decision promises: an error of ours otherwise."""
     many = result if isinstance(result, (list, tuple)) else [result]
     for t, spec in zip(many, decision.outputs, strict=False):  # fewer where the op gives nothing
@@ -167,15 +169,17 @@ def check_locals(decision: Decision, result: Any) -> None:
             continue
         got = t._local_tensor
         if got.shape != spec.local_shape or got.dtype != spec.dtype:
+            entry = info.entry
+            rule = "rule" if entry is None or not entry.where else f"rule {entry.text[:200]!r} of {entry.where}"
             raise LayoutError(
-                f"{decision.op}: the rule promised a local {spec.dtype} of {list(spec.local_shape)} for {spec}, "
+                f"{decision.op}: the {rule} promised a local {spec.dtype} of {list(spec.local_shape)} for {spec}, "
                 f"the local op gave {got.dtype} of {list(got.shape)}; this is a fault of the rule.\n  {decision}"
             )
 
 
 def rule_of(entry: Entry | None, call: Call) -> Rule | None:
     """The rule that the entry builds for this call."""
-    return None if entry is None else entry.build(call)
+    return None if entry is None else entry.rule(call)
 
 
 hot.bind_miss(miss, with_plain)

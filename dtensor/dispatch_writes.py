@@ -14,11 +14,21 @@ import torch
 from dtensor import dispatch as hot
 from dtensor import random
 from dtensor.dispatch import Op, OpInfo
-from dtensor.dispatch_call import flat, is_dtensor, layouts, map_args, output_metas, plain_wrapper, replicated_on
+from dtensor.dispatch_call import (
+    flat,
+    is_dtensor,
+    layouts,
+    make_call,
+    map_args,
+    output_metas,
+    plain_wrapper,
+    replicated_on,
+)
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError, explain_error
 from dtensor.moved import settled_spec
 from dtensor.placement import Shard, StridedShard
 from dtensor.registry import Call
+from dtensor.rule_absent import notice, refuse_strict
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
@@ -121,6 +131,9 @@ def _on_each_rank(
     """The results of an op that has no form without `out=`, such as a factory: every rank computes them whole."""
     mesh = like._spec.mesh
     spec = like._spec.replicated()
+    call = make_call(info.func, args, rest, ())
+    refuse_strict(info, call, 1)
+    notice(info, call)
 
     def plain(a: Any) -> Any:
         if not is_dtensor(a):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
-    "LIMIT", "CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "bounded",
+    "LIMIT", "CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "RuleError", "bounded",
     "explain_error", "listed", "short",
 ]  # fmt: skip
 
@@ -86,6 +86,10 @@ class MeshError(LayoutError):
 
 class NoRuleError(_Bounded, NotImplementedError):
     """An operator without a sharding rule that cannot be run another way."""
+
+
+class RuleError(_Bounded, ValueError):
+    """A sharding rule that cannot be meant: it fails, or does not fit its operator."""
 
 
 def explain_error(call: str, got: str, rule: str, fix: str) -> str:

@@ -12,7 +12,8 @@ from dtensor.dispatch_call import flat, is_dtensor, make_call, map_args, replica
 from dtensor.dispatch_functional import run_on_copies
 from dtensor.memory import refuse_layout
 from dtensor.moved import note_written
-from dtensor.rule_absent import is_of_torch, no_rule
+from dtensor.rule_absent import is_of_torch, no_rule, notice, refuse_strict, unshaped
+from dtensor.rule_faults import depends_on_data
 
 __all__ = ["run_replicated"]
 
@@ -21,11 +22,14 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Run an op whose output cannot be known before: every rank gathers the inputs and computes the same."""
     first = next(a for a in flat(args, kwargs) if is_dtensor(a))
     mesh = first._spec.mesh
-    if info.written and not all(a._spec.is_replicated() for a in flat(args, kwargs) if is_dtensor(a)):
-        return run_on_copies(info, args, kwargs, everything=True)
+    call, why = make_call(info.func, args, kwargs, ()), unshaped(info)
     if not is_of_torch(info.name):
-        why = "the operator has no sharding rule, and its output cannot be predicted"
-        raise no_rule(info, make_call(info.func, args, kwargs, ()), why)
+        raise no_rule(info, call, why)
+    if not depends_on_data(info.func):
+        refuse_strict(info, call, 1, why)
+        notice(info, call, why)
+    if info.written and not all(s.is_replicated() for s in call.inputs):
+        return run_on_copies(info, args, kwargs, everything=True)
 
     def whole(a: Any) -> Any:
         if not is_dtensor(a):
@@ -36,6 +40,8 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     got = info.run(*largs, **lkwargs)
 
     def wrap(t: Any) -> Any:
+        if isinstance(t, (list, tuple)):
+            return type(t)(map(wrap, t))
         if not isinstance(t, torch.Tensor):
             return t
         if t.is_nested or t.layout not in (torch.strided, torch.sparse_coo):
@@ -45,4 +51,4 @@ def run_replicated(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     note_written(args, info.written_at)
     if info.gives_target:
         return args[0]
-    return type(got)(wrap(t) for t in got) if isinstance(got, (list, tuple)) else wrap(got)
+    return wrap(got)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from dtensor.factors import Dims
 
-__all__ = ["parse_pattern"]
+__all__ = ["factor_names", "parse_pattern"]
 
 _TOKEN = re.compile(r"\(|\)|\[|\]|\.\.\.|[A-Za-z_]\w*|1")
 
@@ -88,6 +88,31 @@ def parse_pattern(
         raise ValueError(f"pattern {pattern!r}: the size of a factor is not known from the shapes")
     n = len(shapes)
     return tuple(all_dims[:n]), tuple(all_dims[n:]), tuple(sizes), frozenset(whole), names
+
+
+def factor_names(pattern: str) -> tuple[list[list[str]], list[list[str]], set[str]]:
+    """Per input and per output the factors that its dims name, `...` among them; those that are marked whole.
+
+    ValueError for text that is no pattern.
+    """
+    left, arrow, right = pattern.partition("->") if isinstance(pattern, str) else ("", "", "")
+    rest = re.sub(_TOKEN, "", f"{left},{right}").replace(",", "").strip()
+    if not arrow or rest or any(_odd(t) for t in (*left.split(","), *right.split(","))):
+        raise ValueError(f"pattern {pattern!r} is not of the form 'm k, k n -> m n'; see dtensor.pattern")
+    whole: set[str] = set()
+    sides: tuple[list[list[str]], list[list[str]]] = ([], [])
+    for side, text in zip(sides, (left, right), strict=True):
+        for tensor in text.split(","):
+            names = [t for tok in _tokens(tensor) for t in tok if t != "1"]
+            whole.update(t.strip("[]") for t in names if t.startswith("["))
+            side.append([t.strip("[]") for t in names])
+    return *sides, whole
+
+
+def _odd(tensor: str) -> bool:
+    """True where the brackets of a tensor's text do not match, or `...` stands in it twice."""
+    brackets = re.sub(r"[^()\[\]]", "", tensor)
+    return re.fullmatch(r"(\[\]|\((\[\])*\))*", brackets) is None or tensor.count("...") > 1
 
 
 def _tokens(text: str) -> list[tuple[str, ...]]:

@@ -2,7 +2,8 @@
 
 A rule is registered under `aten.mm` (all overloads) or `aten.mm.default` (one), as a *builder*: a function
 from a `Call` to a `Rule` (or None: this call has no rule). In-place forms (`add_`), out forms (`add.out`) and
-foreach forms (`_foreach_add`) derive from the functional entry by name and schema.
+foreach forms (`_foreach_add`) derive from the functional entry by name and schema. What a program registers is looked
+up before the engine's own rules, whichever of the two was registered first.
 
 Example:
     >>> from dtensor.registry import override, pattern
@@ -15,19 +16,24 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from dtensor.errors import RuleError, explain_error
 from dtensor.factors import Linear, Rule, antitone, linear, monotone, passes
-from dtensor.pattern import parse_pattern
+from dtensor.pattern import factor_names, parse_pattern
+from dtensor.rule_faults import check_reduction, checked_rule, overloads, place_of, unknown_values
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
-    "Builder", "Call", "Entry", "clear_plans", "entries", "find", "linear_groups", "lookup", "override",
-    "pattern", "present_groups", "printed", "register", "tensor_names", "unregister",
+    "Builder", "Call", "Entry", "built_in", "clear_plans", "entries", "find", "linear_groups", "lookup", "override",
+    "pattern", "present_groups", "printed", "register", "rules_are_loaded", "tensor_names", "unregister",
 ]  # fmt: skip
 
 Builder = Callable[["Call"], "Rule | None"]
@@ -88,6 +94,7 @@ class Entry:
             represented by their type in the cache key and passed on as they come.
         random: the op draws random numbers.
         text: printed form, for the list of all rules.
+        where: file and line of a program's rule; empty for the engine's own.
     """
 
     name: str
@@ -95,11 +102,31 @@ class Entry:
     values: frozenset[str] = frozenset()
     random: bool = False
     text: str = ""
+    where: str = ""
+
+    def rule(self, call: Call) -> Rule | None:
+        """The rule of this call; RuleError where a program's builder fails or gives what cannot be meant."""
+        return checked_rule(self, call) if self.where else self.build(call)
 
 
-_entries: dict[str, Entry] = {}
+_own: dict[str, Entry] = {}
+"""The engine's rules."""
+_programs: dict[str, Entry] = {}
+"""The rules of programs, which are looked up first."""
 _listeners: list[Callable[[], None]] = []
 _loaded = False
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def built_in() -> Iterator[None]:
+    """Inside, this thread registers rules of the engine's own: they may be for ops that this torch does not have."""
+    before = getattr(_thread, "built_in", False)
+    _thread.built_in = True
+    try:
+        yield
+    finally:
+        _thread.built_in = before
 
 
 def register(
@@ -107,48 +134,83 @@ def register(
 ) -> None:
     """Register `build` for one name or several (`aten.mm`, or `aten.mm.default` for one overload).
 
-    `values` and `random` as in `Entry`. An entry of the same name is replaced and cached plans are dropped.
+    `values` and `random` as in `Entry`. An entry of the same name is replaced and cached plans are dropped. A rule that
+    cannot be meant is refused before anything is registered: ValueError for an op that does not exist, for `values`
+    that are no arguments of it, for a pattern that does not fit it; TypeError for a builder that is no function.
     """
-    many = names.split() if isinstance(names, str) else list(names)
+    many = names.split() if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
     numbers = frozenset(values.split() if isinstance(values, str) else values)
     text = _text_of(build)
+    own = getattr(_thread, "built_in", False)
+    for name in () if own else many:
+        _check(name, build, numbers, text)
+    where = "" if own else place_of(build)
     for name in many:
-        if name.count(".") not in (1, 2):
-            raise ValueError(f"register({name!r}): a name is 'namespace.op' or 'namespace.op.overload'")
-        _entries[name] = Entry(name, build, numbers, random, text)
+        (_own if own else _programs)[name] = Entry(name, build, numbers, random, text, where)
     if _loaded:
         clear_plans()
 
 
-def _text_of(build: Builder) -> str:
+def _check(name: object, build: object, values: frozenset[str], text: str) -> None:
+    """Refuse what cannot be meant as a rule of `name`."""
+    fix = "register('library.op', pattern('m k, k n -> m n', linear='0|1'), values='scale')"
+
+    def refusal(what: str) -> str:
+        got = f"rule {text[:300]!r}, values {sorted(map(str, values))}"
+        return explain_error(f"register({name!r})", got, what, fix)
+
+    if not isinstance(name, str) or name.count(".") not in (1, 2):
+        raise (ValueError if isinstance(name, str) else TypeError)(
+            refusal("a name is 'namespace.op' or 'namespace.op.overload', a string")
+        )
+    if not callable(build):
+        raise TypeError(refusal(f"the builder must be a function from a Call to a Rule, or a pattern, not {build!r}"))
+    try:
+        ops = overloads(name)
+        wrong = unknown_values(values, ops) or (build.misfit(ops) if isinstance(build, pattern) else "")
+    except ValueError as error:
+        raise RuleError(refusal(str(error))) from None
+    if wrong:
+        raise RuleError(refusal(wrong))
+    if all(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd") for op in ops):
+        warnings.warn(
+            f"register({name!r}): autograd takes this op apart before rules are looked up, except under "
+            "torch.inference_mode; register rules for the ops that it is made of",
+            stacklevel=3,
+        )
+
+
+def _text_of(build: object) -> str:
     """A builder's own text, else its name and the first sentence of its docstring."""
-    name = getattr(build, "__name__", type(build).__name__)
+    if isinstance(build, str):
+        return build
+    name = str(getattr(build, "__name__", type(build).__name__))
     first = " ".join((inspect.getdoc(build) or "").partition("\n\n")[0].split())
     first = first.partition(". ")[0].removesuffix(".") + "." if first else ""
-    return getattr(build, "text_form", "") or (f"{name}: {first}" if first and name != "<lambda>" else name)
+    return str(getattr(build, "text_form", "")) or (f"{name}: {first}" if first and name != "<lambda>" else name)
 
 
 def unregister(name: str) -> None:
-    """Remove the entry `name`; KeyError when there is none."""
-    del _entries[name]
+    """Remove the entry `name`, a program's before the engine's own; KeyError when there is none."""
+    load()
+    del (_programs if name in _programs else _own)[name]
     clear_plans()
 
 
 @contextlib.contextmanager
 def override(names: str | Iterable[str], build: Builder, **options: Any) -> Iterator[None]:
     """Register `build` inside a `with`; afterwards the entries are as before, whatever happened."""
-    load()
     many = names.split() if isinstance(names, str) else list(names)
-    before = {n: _entries.get(n) for n in many}
+    before = {n: _programs.get(n) for n in many}
     register(many, build, **options)
     try:
         yield
     finally:
         for n, old in before.items():
             if old is None:
-                _entries.pop(n, None)
+                _programs.pop(n, None)
             else:
-                _entries[n] = old
+                _programs[n] = old
         clear_plans()
 
 
@@ -159,17 +221,21 @@ def clear_plans() -> None:
 
 
 def load() -> None:
-    """Load the rule families, once."""
-    global _loaded
+    """Load the rule families, once. Other threads wait until all are there: Python's own lock of the import."""
     if not _loaded:
-        _loaded = True
         importlib.import_module("dtensor.propagation_rules")
+
+
+def rules_are_loaded() -> None:
+    """Told by `propagation_rules` when all families are registered."""
+    global _loaded
+    _loaded = True
 
 
 def entries() -> Mapping[str, Entry]:
     """All entries by name, alphabetically."""
     load()
-    return dict(sorted(_entries.items()))
+    return dict(sorted({**_own, **_programs}.items()))
 
 
 def printed() -> str:
@@ -182,9 +248,13 @@ def printed() -> str:
 
 
 def find(name: str) -> Entry | None:
-    """The entry of `aten.op.overload`, else of `aten.op`, else None."""
+    """The entry of `aten.op.overload`, else of `aten.op`, else None; a program's before the engine's own."""
     load()
-    return _entries.get(name) or _entries.get(name.rpartition(".")[0])
+    return _find(_programs, name) or _find(_own, name)
+
+
+def _find(table: Mapping[str, Entry], name: str) -> Entry | None:
+    return table.get(name) or table.get(name.rpartition(".")[0])
 
 
 def op_name(op: torch._ops.OpOverload) -> str:
@@ -198,36 +268,53 @@ _UNTAGGED = frozenset({"aten.leaky_relu.default"})
 
 def lookup(op: torch._ops.OpOverload) -> Entry | None:
     """The entry that an overload uses: its own, or that of the functional form it derives from."""
+    load()
+    return _lookup(_programs, op) or _lookup(_own, op)
+
+
+def _lookup(table: Mapping[str, Entry], op: torch._ops.OpOverload) -> Entry | None:
     name = op_name(op)
-    own = find(name)
+    own = _find(table, name)
     if own is not None:
         return own
     ns, packet, overload = name.split(".")
-    if packet.endswith("_") and not packet.endswith("__"):
-        derived = find(f"{ns}.{packet[:-1]}.{overload}")
+    if is_inplace(op):
+        derived = _find(table, f"{ns}.{packet[:-1]}.{overload}")
         if derived is not None:
             return derived
         op = getattr(getattr(getattr(torch.ops, ns), packet[:-1], None), overload, op)
     if op._schema.name.endswith("_functional"):
-        return find(f"{ns}.{packet.removesuffix('_functional')}.{overload}")
+        return _find(table, f"{ns}.{packet.removesuffix('_functional')}.{overload}")
     if ns in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op_name(op) in _UNTAGGED):
-        return _entries.get("aten.<pointwise>")
+        return table.get("aten.<pointwise>")
     return None
+
+
+def is_inplace(op: torch._ops.OpOverload) -> bool:
+    """True for `relu_`, which writes its first argument, named after `relu`, which does not; False for `__iand__`."""
+    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
+    name = op._schema.name
+    return first is not None and first.is_write and name.endswith("_") and not name.endswith("__")
 
 
 # ------------------------------------------------------------ builders from text
 _KINDS: dict[str, Callable[..., Linear]] = {"any": passes, "max": monotone, "neg": antitone, "sum": linear}
 
 
+_GROUP = re.compile(r"\s*(?:(any|max|neg|sum)\s*:)?\s*(\d+(?:\s*\+\s*\d+)*)\s*")
+
+
 def linear_groups(text: str) -> tuple[Linear, ...]:
     """Linear groups from text: groups parted by `|`, inputs by `+`, an optional kind before a colon.
 
-    `0|1` (mul), `0+1` (add), `any:0` (a view), `max:0` (monotone), `neg:0` (antitone).
+    `0|1` (mul), `0+1` (add), `any:0` (a view), `max:0` (monotone), `neg:0` (antitone). ValueError for other text.
     """
     out = []
-    for group in filter(None, text.split("|")):
-        kind, _, inputs = group.rpartition(":")
-        out.append(_KINDS[kind.strip() or "sum"](*(int(i) for i in inputs.split("+"))))
+    for group in filter(None, text.split("|")) if isinstance(text, str) else [text]:
+        found = _GROUP.fullmatch(group) if isinstance(group, str) else None
+        if found is None:
+            raise ValueError(f"linear={text!r}: a group is positions parted by +, after any:, max:, neg: or nothing")
+        out.append(_KINDS[found[1] or "sum"](*(int(i) for i in found[2].split("+"))))
     return tuple(out)
 
 
@@ -272,13 +359,36 @@ class pattern:  # noqa: N801 - used as a function
         )  # fmt: skip
         return self.also(call, rule, names) if self.also else rule
 
+    def misfit(self, ops: Sequence[torch._ops.OpOverload]) -> str:
+        """Why this cannot be meant for any of these overloads, in a few words; empty where it can."""
+        ins, outs, whole = factor_names(self.text)
+        takes = max(len(tensor_names(op)) for op in ops)
+        if len(ins) > takes:
+            return f"the pattern has {len(ins)} inputs, the op takes {takes} tensors"
+        gives = {len(op._schema.returns) for op in ops if not any("[]" in str(r) for r in op._schema.returns)}
+        if gives and 0 not in gives and len(outs) not in gives:
+            return f"the pattern has {len(outs)} outputs, the op gives {' or '.join(map(str, sorted(gives)))}"
+        new = {f for out in outs for f in out} - {f for dims in ins for f in dims} - whole
+        if new and self.also is None:
+            return f"no input has {', '.join(sorted(new))} of the outputs; a dim that the op makes is marked: [z]"
+        for i, dims in enumerate((*ins, *outs)):
+            twice = sorted({f for f in dims if dims.count(f) > 1} - whole)
+            if twice:
+                return f"tensor {i} has {twice[0]} in two dims, so that it cannot be cut: it is marked, [{twice[0]}]"
+        named = {"linear": [i for g in linear_groups(self.linear) for i in g.inputs], "addends": list(self.addends)}
+        for name, at in named.items():
+            if not all(0 <= i < len(ins) for i in at):
+                return f"{name}={getattr(self, name)!r}, but its inputs are 0 to {len(ins) - 1}"
+        check_reduction(self.reduce)
+        return ""
+
     @property
     def text_form(self) -> str:
         """Printed form."""
         more = f"   linear {self.linear}" if self.linear else ""
         more += f"   addends {self.addends}" if self.addends else ""
         more += f"   reduce={self.reduce}" if self.reduce != "sum" else ""
-        return self.text + more
+        return f"{self.text}{more}"
 
 
 def tensor_names(op: torch._ops.OpOverload) -> list[str]:

@@ -4,6 +4,8 @@
     torch has a Python decomposition       taken apart where that costs no more than gathering the inputs
     anything else of torch                 runs on gathered inputs, which is right, with one notice per op
     an op of another library               refused: nothing is known about what it does
+    an op whose results have no shapes     as the two before, whatever rules it has: it has no meta kernel and cannot be
+    before it runs                         run for them; what depends on data by its nature needs no notice
 
 `strict_rules()` refuses the third kind with the call that registers a rule, and the second as well if asked; so does
 the environment variable `DTENSOR_STRICT_RULES=1` (`=all`: the second too) for a whole program. Calls that move
@@ -15,27 +17,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from dtensor.dispatch import OpInfo
 from dtensor.errors import NoRuleError, explain_error
 from dtensor.factors import Rule
 from dtensor.registry import Call
 from dtensor.reshard_plan import plan_reshard
+from dtensor.rule_faults import users_line
 
 __all__ = [
-    "guarded", "is_of_torch", "no_rule", "notice", "refuse_strict", "replicated_rule", "strict_rules", "strictness",
+    "guarded", "is_of_torch", "no_rule", "notice", "refuse_strict", "replicated_rule", "strict_rules",
+    "strictness", "unshaped",
 ]  # fmt: skip
 
 ENVIRONMENT = "DTENSOR_STRICT_RULES"
 _LEVELS = {"": 0, "0": 0, "1": 1, "all": 2}
-_PACKAGES = tuple(str(Path(f).parent) for f in (__file__, torch.__file__ or ""))
 
 log = logging.getLogger("dtensor")
 _noticed: set[str] = set()
@@ -86,19 +85,32 @@ def replicated_rule(call: Call) -> Rule:
     )
 
 
+NO_RULE = "the operator has no sharding rule"
+
+
+def unshaped(info: OpInfo) -> str:
+    """What to say of an op whose results have no shapes before it runs, and that does not depend on data by nature."""
+    has = "its sharding rule cannot be used" if info.entry is not None else NO_RULE
+    return f"{has}, and its output cannot be predicted, as it has no fake (meta) kernel"
+
+
 def no_rule(info: OpInfo, call: Call, why: str) -> NoRuleError:
-    """The error for an op without a rule, with a call to paste."""
+    """The error for an op without a rule that can be used, with a call to paste."""
     got = ", ".join(f"{name}={_shown(a)}" for name, a in call.arguments.items())
-    return NoRuleError(explain_error(info.name, got, why, how_to_register(info, call)))
+    return NoRuleError(explain_error(info.name, got[:1000], why, how_to_register(info, call, why)))
 
 
 def _shown(a: Any) -> str:
     return f"[{', '.join(map(_shown, a))}]" if isinstance(a, (list, tuple)) else str(a)
 
 
-def how_to_register(info: OpInfo, call: Call) -> str:
+def how_to_register(info: OpInfo, call: Call, why: str = NO_RULE) -> str:
     """The call that registers a rule: as it stands it says that nothing may be cut, which is always right."""
     name = info.name.rpartition(".")[0]
+    if why.startswith(unshaped(info)):
+        fake = f"torch.library.register_fake({name.replace('.', '::')!r})(f): f makes empty results from the arguments"
+        rule = f"dtensor.experimental.register_sharding(torch.ops.{info.name})(f): f lists what may be sharded how"
+        return fake if info.entry is not None else f"{fake}; then {rule}"
     if info.name.startswith(("c10d.", "_c10d_functional.")):
         return "collectives take this process's tensors: x.to_local(); or use x.redistribute or x.full_tensor()"
     if not call.outputs or any("." in n for n in call.names):
@@ -118,11 +130,11 @@ def how_to_register(info: OpInfo, call: Call) -> str:
     )
 
 
-def refuse_strict(info: OpInfo, call: Call, level: int) -> None:
+def refuse_strict(info: OpInfo, call: Call, level: int, why: str = NO_RULE) -> None:
     """NoRuleError where the strictness in force is at least `level` and the call would move something."""
     if strictness() >= level and not all(s.is_replicated() for s in call.inputs):
         how = "its decomposition in Python is refused too" if level == 2 else "it would run on gathered inputs"
-        raise no_rule(info, call, f"the operator has no sharding rule; under strict_rules {how}")
+        raise no_rule(info, call, f"{why}; under strict_rules {how}")
 
 
 def guarded(execute: Callable[..., Any], info: OpInfo, call: Call, level: int) -> Callable[..., Any]:
@@ -136,7 +148,7 @@ def guarded(execute: Callable[..., Any], info: OpInfo, call: Call, level: int) -
     return run
 
 
-def notice(info: OpInfo, call: Call) -> None:
+def notice(info: OpInfo, call: Call, why: str = "") -> None:
     """Say once per op that it runs on gathered inputs, when that moves anything: what, how much, from where."""
     if info.name in _noticed or all(s.is_replicated() for s in call.inputs):
         return
@@ -147,16 +159,9 @@ def notice(info: OpInfo, call: Call) -> None:
         kinds += plan.collectives
         received += plan.received_elements * s.dtype.itemsize
     log.warning(
-        "%s has no sharding rule and runs replicated: %s, %d bytes received by this rank for each call\n"
+        "%s %s and runs replicated: %s, %d bytes received by this rank for each call\n"
         "  layouts: %s\n  called at: %s\n  rule: %s",
-        info.name, " + ".join(kinds) or "nothing sent", received, ", ".join(map(str, call.inputs)), users_line(),
-        how_to_register(info, call),
+        info.name, f"({why})" if why else "has no sharding rule", " + ".join(kinds) or "nothing sent", received,
+        ", ".join(map(str, call.inputs)), users_line(),
+        how_to_register(info, call, why),
     )  # fmt: skip
-
-
-def users_line() -> str:
-    """`file:line` of the innermost frame that is neither this package's nor torch's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -29,7 +29,7 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
-from dtensor.registry import Call, register
+from dtensor.registry import Call, built_in, register
 
 from .rows import Classes, Runs, class_dim, finish, merge, row_gradient, row_statistics
 
@@ -153,5 +153,6 @@ def _run_backward(ctx: KernelContext) -> torch.Tensor:
     return row_gradient(grad, logits, target, top, log_sum, _classes(ctx, 1))
 
 
-register("shardwright.cross_entropy", _forward_rule)
-register("shardwright.cross_entropy_backward", _backward_rule)
+with built_in():
+    register("shardwright.cross_entropy", _forward_rule)
+    register("shardwright.cross_entropy_backward", _backward_rule)

@@ -30,7 +30,7 @@ import torch
 from dtensor.factors import Dims, Kernel, Rule, linear
 from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
-from dtensor.registry import Call, register
+from dtensor.registry import Call, built_in, register
 
 from .kernels import Forward, classes_of, library
 from .rows import Classes, Runs, block_gradient, block_statistics, finish, merge
@@ -256,5 +256,6 @@ def _run_backward(ctx: KernelContext) -> Gradients:
     return _gradients(grad, hidden, weight, bias, target, top, log_sum, _classes(ctx), tile, wanted)
 
 
-register("shardwright.linear_cross_entropy", _forward_rule)
-register("shardwright.linear_cross_entropy_backward", _backward_rule)
+with built_in():
+    register("shardwright.linear_cross_entropy", _forward_rule)
+    register("shardwright.linear_cross_entropy_backward", _backward_rule)

@@ -23,7 +23,7 @@ from dtensor.propagation_rules.loss import (
     local_max_and_sum,
     log_sum_exp,
 )
-from dtensor.registry import Call, register
+from dtensor.registry import Call, built_in, register
 
 from .kernels import Forward, all_classes, classes_of, library
 from .rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift
@@ -171,5 +171,6 @@ def _run_backward(ctx: KernelContext) -> torch.Tensor:
     return _gradient(grad, logits, target, top, log_sum, mass, _classes(ctx, 1))
 
 
-register("shardwright.cross_entropy_prob", _forward_rule)
-register("shardwright.cross_entropy_prob_backward", _backward_rule)
+with built_in():
+    register("shardwright.cross_entropy_prob", _forward_rule)
+    register("shardwright.cross_entropy_prob_backward", _backward_rule)

@@ -8,6 +8,11 @@ import pkgutil
 from dtensor.folders import also_called
 
 also_called(__name__)
-for _module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
-    if not _module.startswith("__") and _module != "proof":  # what checks them, loaded by those who check
-        importlib.import_module(f"{__name__}.{_module}")
+
+from dtensor.registry import built_in, rules_are_loaded
+
+with built_in():
+    for _module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        if not _module.startswith("__") and _module != "proof":  # what checks them, loaded by those who check
+            importlib.import_module(f"{__name__}.{_module}")
+rules_are_loaded()

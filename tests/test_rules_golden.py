@@ -12,7 +12,7 @@ from dtensor.propagation_rules.__main__ import main
 from dtensor.propagation_rules.proof.count import KINDS, coverage, covering, kind_of
 from dtensor.propagation_rules.proof.lines import code_lines, kernel_lines
 from dtensor.propagation_rules.proof.listing import listing
-from dtensor.registry import entries, pattern, register, unregister
+from dtensor.registry import entries, override, pattern
 
 DOCS = Path(__file__).parent.parent / "docs"
 aten = torch.ops.aten
@@ -47,16 +47,10 @@ def test_a_builder_without_text_prints_its_docstring() -> None:
         More.
         """
 
-    register("proof_test.op", mine, values="alpha", random=True)
-    try:
-        assert entries()["proof_test.op"].text == "mine: Cuts nothing, by hand."
-    finally:
-        unregister("proof_test.op")
-    register("proof_test.op", pattern("m k, k n -> m n", linear="0|1"))
-    try:
-        assert entries()["proof_test.op"].text == "m k, k n -> m n   linear 0|1"
-    finally:
-        unregister("proof_test.op")
+    with override("aten.addmm", mine, values="alpha", random=True):
+        assert entries()["aten.addmm"].text == "mine: Cuts nothing, by hand."
+    with override("aten.mm", pattern("m k, k n -> m n", linear="0|1")):
+        assert entries()["aten.mm"].text == "m k, k n -> m n   linear 0|1"
 
 
 @pytest.mark.parametrize(
