@@ -48,8 +48,7 @@ def run_kinds(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     some, named = map_args(_value, *some_elements(info.func, plain, count, args, kwargs))
     results.update(zip(plain, info.func(*some, **named) or ()))
     if info.written:
-        if "_foreach_" in info.name:  # as the plain op counts its writes, above what comes here
-            increment_version([args[0][i] for i in plain])
+        increment_version([args[0][i] for i in plain])  # as the plain op does, above what comes here
         return (args[0] if schema.returns else None,)
     return ([results[i] for i in range(count)],)
 

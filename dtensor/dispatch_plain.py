@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.decompositions import is_composite
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args, plain_wrapper, replicated_on
@@ -53,6 +54,9 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if apart is not None:
         return apart[0]
     mesh = common_mesh(info, args, kwargs)
+    if info.entry is None and is_composite(info.func):  # in inference mode they come whole; else torch takes them apart
+        plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
+        return in_composite(info.func, args, kwargs, all(made_by_torch(args, kwargs, p) for p in plain))
     _refuse_written(info, args, kwargs)
     if not (getattr(hot._flags, "implicit", False) or _torch_implicit()):
         _check(info, args, kwargs, mesh)
@@ -69,10 +73,10 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args[0] if info.gives_target else result
 
 
-def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take `op` apart, in C++. Its arguments have been checked, so any plain tensor inside is torch's."""
+def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any], torchs: bool = True) -> Any:
+    """Take `op` apart, in C++; `torchs`: any plain tensor inside is torch's, as its arguments have been looked at."""
     before = getattr(hot._flags, "composite", False)
-    hot._flags.composite = True
+    hot._flags.composite = before or torchs
     try:
         return op.decompose(*args, **kwargs)
     finally:

@@ -14,6 +14,7 @@ one for all other views of the base.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -219,7 +220,10 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = {**dict(zip((p.name for p in params), args, strict=False)), **kwargs}
     targets = [a for n, a in given.items() if n in info.written and has_moved((a,), {})]
     if not targets:
-        result = hot.dispatch(info.func, *map_args(read, args, kwargs))
+        inference = torch.is_inference_mode_enabled()
+        ordinary = info.is_view and not args[0].is_inference()  # a view of an ordinary tensor is one, in any mode
+        with torch.inference_mode(False) if inference and ordinary else contextlib.nullcontext():
+            result = hot.dispatch(info.func, *map_args(read, args, kwargs))
         if info.is_view and is_dtensor(args[0]) and isinstance(args[0]._spec, MovedSpec):
             _mark(info, result, args, kwargs)
         return result

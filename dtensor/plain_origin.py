@@ -60,6 +60,7 @@ def made_by_torch(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) 
     if call < 0 or held <= fresh or base_held <= base_fresh or type(t) is not torch.Tensor or t.requires_grad:
         return False
     known = _variables(inside, t) + _variables(torchs, t) + _by_modes(modes, t)  # first, as looking leaves references
+    known += sum(x is t for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else [a])) - 1
     known += _kept_by_calls() * sum(_given(frame, t) for frame in torchs) + _by_kernels(kernels, t)
     unknown = sys.getrefcount(t) - fresh - known - call
     if _passed(torchs, t) or (unknown > 0 and unknown > _packed(torchs, t)):

@@ -18,11 +18,13 @@ on another rank for every element.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +87,16 @@ class Sample:
     atol: float = 1e-4
     fixed: frozenset[int] = frozenset()
     inplace: bool = False
+
+
+def all_samples() -> list[Sample]:
+    """The samples of all tables, each once."""
+    found: dict[int, Sample] = {}
+    for name in sorted(p.stem for p in Path(__file__).parent.glob("samples_*.py")):
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, list):
+                found |= {id(s): s for s in value if isinstance(s, Sample)}
+    return list(found.values())
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import warnings
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import samples_rest
 import torch
-from laws import Sample, _run_once, check_layouts, check_strategies
+from laws import Sample, _run_once, all_samples, check_layouts, check_strategies
 
 import dtensor
 from dtensor import tensor as tensor_module
@@ -27,16 +26,6 @@ ELSEWHERE = {
     r"_thnn_fused_(gru|lstm)_cell$": "kernels of accelerators only",
     r"(_stack|_index_put_impl)$": "torch calls it from stack, from index_put's gradient, on accelerators",
 }
-
-
-def all_samples() -> list[Sample]:
-    names = sorted(p.stem for p in Path(__file__).parent.glob("samples_*.py"))
-    found: dict[int, Sample] = {}
-    for name in names:
-        for value in vars(importlib.import_module(name)).values():
-            if isinstance(value, list):
-                found |= {id(s): s for s in value if isinstance(s, Sample)}
-    return list(found.values())
 
 
 def test_every_rule_is_reached(monkeypatch) -> None:
