@@ -8,6 +8,7 @@ import torch
 
 from dtensor.compiled import refuse_export
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.errors import expect
 from dtensor.memory import refuse_layout
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.reshard_run import redistribute_local
@@ -45,7 +46,10 @@ def distribute_tensor(
     """
     mesh = as_mesh(device_mesh)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"distribute_tensor: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(
+            f"distribute_tensor: expected a torch.Tensor, got {type(tensor).__name__}\n"
+            "  fix: distribute_tensor(torch.as_tensor(values), mesh, placements)"
+        )
     refuse_layout("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise RuntimeError(
@@ -62,8 +66,13 @@ def distribute_tensor(
             )
         return tensor
     refuse_export("distribute_tensor")
+    if src_data_rank is not None:
+        expect("distribute_tensor", "src_data_rank", src_data_rank, int, "a position on the mesh, or None", "0")
     if src_data_rank is not None and not 0 <= src_data_rank < max(mesh.shape, default=1):
-        raise ValueError(f"distribute_tensor: src_data_rank={src_data_rank} is no position on a mesh of {mesh.shape}")
+        raise ValueError(
+            f"distribute_tensor: src_data_rank={src_data_rank} is no position on a mesh of {mesh.shape}\n"
+            "  fix: 0"
+        )
     local = tensor.detach()
     if local.device.type not in (mesh.device_type, "meta"):
         local = local.to(mesh.device_type)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor.comm import Communicator, Pending, Shape, observers, received
+from dtensor.errors import expect
 from dtensor.reductions import check_reduction
 from dtensor.world import World, fresh_identity
 
@@ -38,8 +39,13 @@ class FakeWorld(World):
     __slots__ = ("traffic",)
 
     def __init__(self, size: int, rank: int = 0) -> None:
+        for name, value in (("world_size", size), ("rank", rank)):
+            expect("fake_world", name, value, int, "an int", "fake_world(8, rank=0)")
         if not 0 <= rank < size:
-            raise ValueError(f"fake_world({size}, rank={rank}): the rank must be in 0..{size - 1}")
+            raise ValueError(
+                f"fake_world({size}, rank={rank}): the rank must be in 0..{size - 1}\n"
+                "  fix: fake_world(8, rank=0)"
+            )
         super().__init__("fake", rank, size, fresh_identity("fake"))
         self.traffic: list[Traffic] = []
 

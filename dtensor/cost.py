@@ -35,6 +35,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dtensor.errors import expect
+
 if TYPE_CHECKING:
     import torch
 
@@ -181,6 +183,7 @@ def current_cost_model() -> CostModel:
 def set_cost_model(model: CostModel) -> CostModel:
     """Make `model` the process's (all ranks must set the same) and return the one it replaces."""
     global _default
+    expect("set_cost_model", "model", model, CostModel, "a CostModel", "set_cost_model(CostModel())")
     before, _default = _default, model
     return before
 
@@ -188,6 +191,7 @@ def set_cost_model(model: CostModel) -> CostModel:
 @contextmanager
 def use_cost_model(model: CostModel) -> Iterator[CostModel]:
     """Decide by `model` inside the `with`, on this thread. All ranks must use the same one."""
+    expect("use_cost_model", "model", model, CostModel, "a CostModel", "with use_cost_model(CostModel()):")
     token = _current.set(model)
     try:
         yield model

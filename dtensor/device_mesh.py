@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -22,13 +22,17 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from dtensor.errors import expect, short
 from dtensor.mesh_arguments import (
     as_names,
     as_ranks,
+    as_shape,
     backward_on_this_thread,
+    check_device_type,
     choose_device,
     normalise_override,
     start_world,
+    typed_names,
 )
 from dtensor.mesh_geometry import AxisRef, BackendConfig
 from dtensor.mesh_groups import MeshGroups, canonical
@@ -74,8 +78,9 @@ class DeviceMesh(MeshGroups):
         _init_backend: bool = True,
         _rank: int | None = None,
     ) -> None:
+        check_device_type("DeviceMesh", device_type)
         if mesh is None:
-            raise TypeError("DeviceMesh(device_type, mesh) needs the ranks, for instance [[0, 1], [2, 3]]")
+            raise TypeError("DeviceMesh(device_type, mesh) needs the ranks\n  fix: for instance [[0, 1], [2, 3]]")
         ranks = as_ranks(mesh)
         if backend_override is not None and len(backend_override) != ranks.ndim:
             raise ValueError(
@@ -94,7 +99,10 @@ class DeviceMesh(MeshGroups):
         least, most = (0, flat.size - 1) if is_range else (int(flat.min()), int(flat.max()))
         if least < 0 or (_init_backend and world is not None and most >= world.size):
             bound = "no rank" if world is None else f"no rank of a world of {world.size}"
-            raise RuntimeError(f"DeviceMesh: {ranks.tolist()} names rank {least if least < 0 else most}, {bound}")
+            rank = least if least < 0 else most
+            raise RuntimeError(
+                f"DeviceMesh: {short(ranks.tolist())} names rank {rank}, {bound}\n  fix: ranks of the world, from 0 on"
+            )
         self._setup(device_type, flat, key, row_major(ranks.shape), names, world, _rank, None)
         self._overrides = tuple(backend_override) if backend_override else None
         if _init_backend:
@@ -112,7 +120,8 @@ class DeviceMesh(MeshGroups):
         if init_backend:
             if count > world.size:
                 raise RuntimeError(
-                    f"Mesh should not be bigger than default world size {world.size}, but found {count} ranks!"
+                    f"Mesh should not be bigger than default world size {world.size}, but found {count} ranks!\n"
+                    f"  fix: a mesh of at most {world.size} ranks, or start {count}"
                 )
             if world.kind == "c10d":
                 choose_device(device_type, world)
@@ -130,11 +139,13 @@ class DeviceMesh(MeshGroups):
         """
         if not self._names:
             raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
-        if not isinstance(mesh_dim_names, str | tuple | list):
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             raise TypeError(
-                f"a DeviceMesh is sliced by the names of its dimensions {self._names}, got {mesh_dim_names!r}"
+                f"a DeviceMesh is sliced by the names of its dimensions {self._names}, got {short(mesh_dim_names)}\n"
+                f"  fix: mesh[{self._names[0]!r}]"
             )
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        names = tuple(names)
         if names == self._names:
             return self
         made: DeviceMesh | None = self._slices.get(names)
@@ -148,7 +159,8 @@ class DeviceMesh(MeshGroups):
         flattened = root._flattened if self == root else {}
         unknown = [name for name in names if name not in own and name not in flattened]
         if unknown or not names:
-            raise KeyError(f"Invalid mesh_dim_names {names} specified. Valid mesh_dim_names are {[*own, *flattened]}.")
+            told = f"Valid mesh_dim_names are {[*own, *flattened]}; pass one or several of them"
+            raise KeyError(f"Invalid mesh_dim_names {short(names)} specified. {told}")
         if any(name not in own for name in names):
             warnings.warn(
                 "Slicing a flattened dim from root mesh is deprecated: keep the mesh that _flatten() returned.",
@@ -173,6 +185,8 @@ class DeviceMesh(MeshGroups):
         """
         if not self._names:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
+        if mesh_dim_name is not None:
+            expect("flatten", "mesh_dim_name", mesh_dim_name, str, "the new axis's name", 'mesh.flatten("dp_tp")')
         name = mesh_dim_name or "_".join(self._names)
         if self.ndim == 1 and name in self._names:
             return self
@@ -209,15 +223,23 @@ class DeviceMesh(MeshGroups):
         """
         if isinstance(dim, str):
             if dim not in (self._names or ()):
-                raise ValueError(f"dim {dim} specified in `_unflatten` is not in {self._names}")
-        elif not -self.ndim <= dim < self.ndim:
-            raise ValueError(f"dim {dim} specified in `_unflatten` is out of range {self.ndim}")
+                raise ValueError(f"dim {dim} specified in `_unflatten` is not in {self._names}\n  fix: one of them")
+        elif isinstance(dim, int) and not -self.ndim <= dim < self.ndim:
+            raise ValueError(f"dim {dim} specified in `_unflatten` is out of range {self.ndim}\n  fix: 0")
+        i, fix = self.axis_of(dim), 'mesh._unflatten("a", (2, 2), ("b", "c"))'
+        for name, value, kind in (("mesh_sizes", mesh_sizes, int), ("mesh_dim_names", mesh_dim_names, str)):
+            expect("_unflatten", name, value, tuple | list, "a tuple, one for each new axis", fix)
+            for entry in value:
+                expect("_unflatten", f"an entry of {name}", entry, kind, f"{kind.__name__}", fix)
         if len(mesh_sizes) != len(mesh_dim_names):
-            raise RuntimeError("mesh_dim_names must have same length as mesh_sizes in _unflatten!")
-        i = self.axis_of(dim)
+            raise RuntimeError(
+                "mesh_dim_names must have same length as mesh_sizes in _unflatten!\n"
+                "  fix: a name for each size"
+            )
         parts = split_axis(self._axes[i], tuple(mesh_sizes))
         if parts is None:
-            raise ValueError(f"mesh_sizes {tuple(mesh_sizes)} do not divide dimension {dim} of size {self.shape[i]}")
+            got = f"mesh_sizes {short(tuple(mesh_sizes))}"
+            raise ValueError(f"{got} do not divide dimension {dim} of size {self.shape[i]}\n  fix: others")
         names = list(self._names or (str(k) for k in range(self.ndim)))
         names[i : i + 1] = list(mesh_dim_names)
         out = self._derive((*self._axes[:i], *parts, *self._axes[i + 1 :]), as_names(names, len(names)))
@@ -235,8 +257,12 @@ class DeviceMesh(MeshGroups):
 
         Raises ValueError for none, RuntimeError for meshes of different rank maps, without names, or that overlap.
         """
+        fix = 'DeviceMesh._concatenate([mesh["a"], mesh["b"]])'
+        expect("_concatenate", "device_mesh_list", device_mesh_list, list | tuple, "a list of meshes", fix)
+        for m in device_mesh_list:
+            expect("_concatenate", "an entry of device_mesh_list", m, DeviceMesh, "a mesh", fix)
         if not device_mesh_list:
-            raise ValueError("_concatenate needs at least one mesh")
+            raise ValueError(f"_concatenate needs at least one mesh\n  fix: {fix}")
         first = device_mesh_list[0]
         names: list[str] = []
         for m in device_mesh_list:
@@ -290,13 +316,20 @@ class DeviceMesh(MeshGroups):
             out = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
             out._adopt([group])
             return out
+        expect(
+            "DeviceMesh.from_group", "group", group, Sequence, "a process group, or a list of them",
+            'DeviceMesh.from_group(dist.group.WORLD, "cpu")',
+        )  # fmt: skip
         groups = list(group)
         if not groups:
-            raise ValueError("Expects at least one ProcessGroup to be passed")
+            raise ValueError("Expects at least one ProcessGroup to be passed\n  fix: from_group(group, device_type)")
         if mesh is None:
-            raise ValueError("Must pass mesh if passing multiple ProcessGroups")
+            raise ValueError("Must pass mesh if passing multiple ProcessGroups\n  fix: mesh=[[0, 1], [2, 3]]")
         if mesh_dim_names is None:
-            raise ValueError("Must pass mesh_dim_names if passing multiple ProcessGroups")
+            raise ValueError(
+                "Must pass mesh_dim_names if passing multiple ProcessGroups\n"
+                "  fix: mesh_dim_names=(\"dp\", \"tp\")"
+            )
         grid = as_ranks(mesh)
         if grid.ndim != len(groups):
             raise ValueError(
@@ -321,7 +354,10 @@ class DeviceMesh(MeshGroups):
         from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
         if not isinstance(mesh, TorchMesh):
-            raise TypeError(f"from_torch takes a torch.distributed.device_mesh.DeviceMesh, got {mesh!r}")
+            raise TypeError(
+                f"from_torch takes a torch.distributed.device_mesh.DeviceMesh, got {short(mesh)}\n"
+                "  fix: torch's mesh"
+            )
         per_world = _converted.setdefault(mesh, {})
         world = current_world() if has_world() else None
         token = None if world is None else (world.identity, world.rank)
@@ -335,7 +371,7 @@ class DeviceMesh(MeshGroups):
     def current() -> DeviceMesh:
         """The mesh of the innermost `with mesh:` of this thread. Raises RuntimeError where there is none."""
         if not _active.stack:
-            raise RuntimeError("No device mesh is currently active!")
+            raise RuntimeError("No device mesh is currently active!\n  fix: pass a mesh, or call inside `with mesh:`")
         return _active.stack[-1]
 
     def __enter__(self) -> DeviceMesh:
@@ -371,25 +407,24 @@ def init_device_mesh(
     repeated or too many or few names, for a device type with an index ("cuda:0"), for more ranks than the world
     has, and for override keys that name no axis.
     """
-    shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
-    if any(n < 1 for n in shape):
-        raise ValueError(f"init_device_mesh: every axis needs at least one rank, got mesh_shape={shape}")
+    check_device_type("init_device_mesh", device_type)
+    shape = as_shape(mesh_shape)
+    mesh_dim_names = typed_names(mesh_dim_names, len(shape))
     if mesh_dim_names is not None:
         if len(set(mesh_dim_names)) != len(mesh_dim_names):
             raise RuntimeError(f"Each mesh_dim_name must be unique. Found repeated mesh_dim_name in {mesh_dim_names}")
         if len(mesh_dim_names) != len(shape):
             raise RuntimeError(
                 "mesh_shape and mesh_dim_names should have same length! "
-                f"Found len(mesh_dim_names): {len(mesh_dim_names)} and len(mesh_shape):{len(shape)}."
+                f"Found len(mesh_dim_names): {len(mesh_dim_names)} and len(mesh_shape):{len(shape)}.\n"
+                "  fix: one name for each axis"
             )
-    if device_type and not device_type.isalpha():
-        raise RuntimeError(
-            f"Device type with index is not supported but got {device_type}. Pass the type alone, device.type"
-        )
     overrides = None
     if backend_override is not None:
-        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        overrides = normalise_override(dict(backend_override), len(shape), names)
+        fix = 'backend_override={"tp": "gloo"}'
+        what = "a mapping from axes to backends"
+        expect("init_device_mesh", "backend_override", backend_override, Mapping, what, fix)
+        overrides = normalise_override(dict(backend_override), len(shape), mesh_dim_names)
     ranks = np.arange(prod(shape), dtype=np.int64).reshape(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=overrides)
 
@@ -471,4 +506,4 @@ def as_mesh(mesh: object) -> DeviceMesh:
         return DeviceMesh.current()
     if type(mesh).__name__ == "DeviceMesh":
         return DeviceMesh.from_torch(mesh)
-    raise TypeError(f"{mesh!r} is no DeviceMesh; make one with init_device_mesh(device_type, shape)")
+    raise TypeError(f"{short(mesh)} is no DeviceMesh\n  fix: one made by init_device_mesh(device_type, shape)")

@@ -8,10 +8,11 @@ that the call, the rule and the fix stay.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "LIMIT", "CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "RuleError", "bounded",
-    "explain_error", "listed", "short",
+    "expect", "explain_error", "listed", "short",
 ]  # fmt: skip
 
 LIMIT = 1900
@@ -95,3 +96,11 @@ class RuleError(_Bounded, ValueError):
 def explain_error(call: str, got: str, rule: str, fix: str) -> str:
     """The four-part message. `call` and `got` are facts, `rule` is one sentence, `fix` is code to paste."""
     return bounded(f"{call}: {rule}\n  got: {got}\n  fix: {fix}")
+
+
+def expect(call: str, name: str, value: object, kind: Any, what: str, fix: str) -> None:
+    """Raise TypeError where the argument `name` of `call` is not of `kind`, that is `what`. A bool is no int."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise TypeError(
+            explain_error(call, f"{name}={short(value)}, a {type(value).__name__}", f"{name} must be {what}", fix)
+        )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Number
 
 import torch
 
 from dtensor import random as rng
 from dtensor.compiled import refuse_export
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.errors import expect, explain_error, short
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
@@ -19,9 +21,19 @@ __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 Size = Sequence[int] | torch.Size
 
 
-def _size(size: Sequence[int | Size]) -> torch.Size:
+def _size(call: str, size: Sequence[int | Size]) -> torch.Size:
     one = size[0] if len(size) == 1 else None
-    return torch.Size(size if one is None or isinstance(one, int) else one)  # type: ignore[arg-type]
+    given = size if one is None or isinstance(one, int) else one
+    try:
+        made = torch.Size(given)  # type: ignore[arg-type]
+    except TypeError:
+        made = None
+    if made is None or isinstance(one, bool) or any(n < 0 or n >= 2**63 for n in made):
+        fix = f"{call}{'((4, 3), value' if call == 'full' else '(4, 3'}, device_mesh=mesh, placements=[Shard(0)])"
+        error = TypeError if made is None or isinstance(one, bool) else ValueError
+        got = f"size={short(one if len(size) == 1 else size)}"
+        raise error(explain_error(call, got, "a size is made of ints from 0 to 2**63 - 1", fix))
+    return made
 
 
 def _make(
@@ -37,6 +49,8 @@ def _make(
 ) -> DTensor:
     """Check, make this rank's part, wrap. A Partial layout gets parts that reduce to the value."""
     refuse_export(call)
+    if dtype is not None:
+        expect(call, "dtype", dtype, torch.dtype, "a dtype", f"{call}(..., dtype=torch.bfloat16)")
     mesh = as_mesh(device_mesh)
     if layout is not torch.strided:
         raise ValueError(f"{call}: layout={layout} is not supported; DTensors are strided")
@@ -62,7 +76,7 @@ def zeros(
 ) -> DTensor:  # fmt: skip
     """A DTensor of `size` filled with zeros; `placements` default to replicated."""
     fill = lambda s, d, dev: torch.zeros(s, dtype=d, device=dev)  # noqa: E731
-    return _make("zeros", _size(size), fill, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("zeros", _size("zeros", size), fill, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def ones(
@@ -72,7 +86,7 @@ def ones(
 ) -> DTensor:  # fmt: skip
     """A DTensor of `size` filled with ones, also under a Partial layout."""
     fill = lambda s, d, dev: torch.ones(s, dtype=d, device=dev)  # noqa: E731
-    return _make("ones", _size(size), fill, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("ones", _size("ones", size), fill, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def empty(
@@ -82,7 +96,7 @@ def empty(
 ) -> DTensor:  # fmt: skip
     """A DTensor of `size`, uninitialised."""
     fill = lambda s, d, dev: torch.empty(s, dtype=d, device=dev)  # noqa: E731
-    return _make("empty", _size(size), fill, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("empty", _size("empty", size), fill, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
@@ -91,8 +105,10 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:  # fmt: skip
     """A DTensor of `size` filled with `fill_value`; the dtype follows the value as in `torch.full`."""
+    number = (Number, torch.SymInt, torch.SymFloat)
+    expect("full", "fill_value", fill_value, number, "a number", "full((4, 3), 1.0, device_mesh=mesh)")
     fill = lambda s, d, dev: torch.full(s, fill_value, dtype=d, device=dev)  # noqa: E731
-    return _make("full", _size((size,)), fill, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("full", _size("full", (size,)), fill, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def rand(
@@ -102,7 +118,7 @@ def rand(
 ) -> DTensor:  # fmt: skip
     """Uniform numbers of [0, 1): replicas agree, shards differ."""
     fill = lambda s, d, dev: torch.rand(s, dtype=d, device=dev)  # noqa: E731
-    return _make("rand", _size(size), fill, dtype, layout, requires_grad, device_mesh, placements, True)
+    return _make("rand", _size("rand", size), fill, dtype, layout, requires_grad, device_mesh, placements, True)
 
 
 def randn(
@@ -112,4 +128,4 @@ def randn(
 ) -> DTensor:  # fmt: skip
     """Standard normal numbers: replicas agree, shards differ."""
     fill = lambda s, d, dev: torch.randn(s, dtype=d, device=dev)  # noqa: E731
-    return _make("randn", _size(size), fill, dtype, layout, requires_grad, device_mesh, placements, True)
+    return _make("randn", _size("randn", size), fill, dtype, layout, requires_grad, device_mesh, placements, True)

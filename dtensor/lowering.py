@@ -45,6 +45,7 @@ from typing import Any
 
 import torch
 
+from dtensor.errors import expect
 from dtensor.lower_capture import Captured
 from dtensor.lower_code import totals
 from dtensor.lower_guards import Variant, flatten, surroundings
@@ -72,6 +73,7 @@ def lower(fn: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any) 
     Later calls do not see what the function would read from files, from the clock, from code in C that keeps values,
     and from modules that it finds by a name made up at run time: pass such values as arguments.
     """
+    expect("lower", "fn", fn, Callable, "a function", "lower(train_step, model, inputs)")
     made = Lowered(fn)
     made._traced(example_args, example_kwargs)
     return made

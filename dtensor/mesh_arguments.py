@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -11,12 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dtensor.errors import expect, explain_error, short
 from dtensor.mesh_geometry import BackendConfig, Ranks
 from dtensor.world import World
 
 __all__ = [
-    "as_names", "as_ranks", "backward_on_this_thread", "choose_device", "normalise_override", "own_device",
-    "start_world",
+    "as_names", "as_ranks", "as_shape", "backward_on_this_thread", "check_device_type", "choose_device",
+    "normalise_override", "own_device", "start_world", "typed_names",
 ]  # fmt: skip
 
 
@@ -24,19 +27,87 @@ def as_ranks(mesh: object) -> Ranks:
     """Ranks as an int64 array. Raises TypeError for what is not made of integers, ValueError for a ragged list."""
     if isinstance(mesh, torch.Tensor):
         mesh = mesh.detach().cpu().tolist()
-    array = np.asarray(mesh)
+    try:
+        array = np.asarray(mesh)
+    except ValueError as error:
+        raise ValueError(
+            explain_error("DeviceMesh", f"mesh={short(mesh)}", "ranks make a full grid", "[[0, 1], [2, 3]]")
+        ) from error
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"DeviceMesh takes integer ranks, got {array.dtype} in {mesh!r}")
+        raise TypeError(
+            explain_error(
+                "DeviceMesh", f"{array.dtype} in mesh={short(mesh)}", "the mesh takes integer ranks",
+                'DeviceMesh("cpu", [[0, 1], [2, 3]])',
+            )
+        )  # fmt: skip
     return np.ascontiguousarray(array, dtype=np.int64).reshape(array.shape)
+
+
+def as_shape(shape: object) -> tuple[int, ...]:
+    """`mesh_shape` as a tuple. TypeError for what is not made of integers, ValueError for an axis without ranks."""
+    given = (shape,) if isinstance(shape, int) and not isinstance(shape, bool) else shape
+    fix = 'init_device_mesh("cpu", (2, 4))'
+    expect("init_device_mesh", "mesh_shape", given, (Sequence, np.ndarray), "a tuple of ints, one for each axis", fix)
+    for n in given:  # type: ignore[attr-defined]
+        if not hasattr(n, "__index__") or isinstance(n, bool):
+            expect("init_device_mesh", f"mesh_shape={short(shape)}: axis", n, int, "an int", fix)
+        if n < 1 or n > 2**31:
+            rule = "every axis needs at least one rank, and no more than a world can have"
+            raise ValueError(explain_error("init_device_mesh", f"mesh_shape={short(shape)}", rule, fix))
+    made = tuple(int(n) for n in given)  # type: ignore[attr-defined]
+    if math.prod(made) > 2**31:
+        raise RuntimeError(f"Mesh should not be bigger than default world size, but found {math.prod(made)} ranks!")
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _known_device(device_type: str) -> bool:
+    try:
+        return device_type.isalnum() and torch.device(device_type).index is None
+    except RuntimeError:
+        return False
+
+
+def check_device_type(call: str, device_type: object) -> None:
+    """TypeError for what is no string, ValueError for one that torch does not know, RuntimeError for "cuda:0"."""
+    fix = f'{call}("cpu", ...) or {call}("cuda", ...)'
+    expect(call, "device_type", device_type, str, "the name of a device type", fix)
+    kind, colon, index = str(device_type).partition(":")
+    if colon and _known_device(kind):
+        raise RuntimeError(
+            f"Device type with index is not supported but got {device_type}. Pass the type alone, device.type\n"
+            f"  fix: {call}({kind!r}, ...)"
+        )
+    if not _known_device(str(device_type)):
+        got = f"device_type={short(device_type)}"
+        raise ValueError(explain_error(call, got, "device_type must be one that torch knows", fix))
+
+
+def typed_names(names: object, ndim: int) -> tuple[str, ...] | None:
+    """Names as a tuple, None for none; one string names the only axis. TypeError for what is not made of strings."""
+    if names is None:
+        return None
+    made = (names,) if isinstance(names, str) and ndim == 1 else () if isinstance(names, str) else names
+    if not isinstance(made, Sequence) or isinstance(names, str) and ndim > 1 or not all(type(n) is str for n in made):
+        raise TypeError(
+            explain_error(
+                "DeviceMesh", f"mesh_dim_names={short(names)}", "it is a tuple of strings, one for each axis",
+                'mesh_dim_names=("dp", "tp")',
+            )
+        )  # fmt: skip
+    return tuple(made)
 
 
 def as_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
     """Names as a tuple, None for none. Raises ValueError for a wrong number, RuntimeError for a name given twice."""
-    if not names:
+    made = typed_names(names, ndim)
+    if not made:
         return None
-    made = tuple(names)
     if len(made) != ndim:
-        raise ValueError(f"mesh_dim_names {made} names {len(made)} dimensions of a mesh that has {ndim}")
+        raise ValueError(
+            f"mesh_dim_names {made} names {len(made)} dimensions of a mesh that has {ndim}\n"
+            "  fix: one each"
+        )
     if len(set(made)) != len(made):
         raise RuntimeError(f"Each mesh_dim_name must be unique. Found repeated mesh_dim_name in {made}")
     return made

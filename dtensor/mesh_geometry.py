@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from math import prod
+from operator import index
 from typing import Any, Self, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor.comm import Communicator
+from dtensor.errors import short
 from dtensor.mesh_layout import Axis, axis_digit, axis_offsets, axis_size
 from dtensor.placement import ConstantMeta
 from dtensor.world import World, current_world
@@ -144,7 +146,7 @@ class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Ranks along one axis, or in all. Raises IndexError for an axis that is not there."""
-        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+        return prod(self.shape) if mesh_dim is None else self.shape[self.axis_of(mesh_dim)]
 
     def axis_of(self, axis: AxisRef) -> int:
         """The index, 0 to ndim-1, of an axis given by index (may be negative) or name.
@@ -155,11 +157,25 @@ class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
             if self._names is None:
                 raise KeyError(f"No `mesh_dim_names` found: this mesh has no axis {axis!r}, use an index")
             if axis not in self._names:
-                raise KeyError(f"Mesh dimension '{axis}' does not exist. Available are {self._names}")
+                told = f"Mesh dimension {short(axis)} does not exist. Available are {self._names}"
+                raise KeyError(f"{told}; use one of them")
             return self._names.index(axis)
+        if type(axis) is not int:
+            try:
+                axis = index(None if isinstance(axis, bool) else axis)  # type: ignore[arg-type]
+            except (TypeError, ValueError, RuntimeError):
+                got = f"{short(axis)} is no mesh dimension: an int or a name is"
+                raise TypeError(f"{got}\n  fix: one of {self._fitting()}") from None
         if not -self.ndim <= axis < self.ndim:
-            raise IndexError(f"mesh dimension {axis} is out of range for a mesh of {self.ndim} dimensions")
+            raise IndexError(
+                f"mesh dimension {axis} is out of range for a mesh of {self.ndim} dimensions\n"
+                f"  fix: one of {self._fitting()}"
+            )
         return axis % self.ndim
+
+    def _fitting(self) -> str:
+        """What stands for an axis, for errors."""
+        return ", ".join(map(repr, (*range(self.ndim), *(self._names or ()))))
 
     def axis_name(self, axis: int) -> str:
         """The name of axis `axis`, or its number where the mesh has no names."""
@@ -180,7 +196,8 @@ class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
         KeyError or IndexError for an axis that is not there.
         """
         if mesh_dim is None and self.ndim > 1:
-            raise RuntimeError(f"{self!r} has {self.ndim} dimensions: get_local_rank(mesh_dim) needs to know which")
+            told = f"{self!r} has {self.ndim} dimensions: get_local_rank(mesh_dim) needs to know which"
+            raise RuntimeError(f"{told}\n  fix: get_local_rank(0)")
         if isinstance(mesh_dim, str) and mesh_dim in self._get_root_mesh()._flattened:
             local: int = self._get_root_mesh()._flattened[mesh_dim].get_local_rank()
             return local

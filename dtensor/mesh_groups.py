@@ -132,10 +132,13 @@ class MeshGroups(MeshGeometry):
         where there are several, on ranks outside the mesh and where the mesh was made without groups, KeyError or
         IndexError for an axis that is not there, ValueError for one given twice.
         """
-        found = self._comms.get(axes)
+        try:
+            found = self._comms.get(axes)
+        except TypeError:  # a list, or a mapping
+            found = self.comm(tuple(axes) if isinstance(axes, list) else self.axis_of(axes))  # type: ignore[arg-type]
         if found is None:
             if axes is None and self.ndim != 1:
-                raise RuntimeError(f"{self!r} has {self.ndim} dimensions: comm(axes) needs to know which")
+                raise RuntimeError(f"{self!r} has {self.ndim} dimensions: comm(axes) needs to know which; use 0")
             if isinstance(axes, tuple) and len(axes) == 1:
                 found = self.comm(axes[0])
             elif isinstance(axes, tuple):
@@ -145,7 +148,7 @@ class MeshGroups(MeshGeometry):
                 name = "+".join(self._names[i] if self._names else str(i) for i in places)
                 found = self._make_comm(coalesce(pair for i in places for pair in self._axes[i]), None, name)
             else:
-                i = self.axis_of(axes or 0)
+                i = self.axis_of(0 if axes is None else axes)
                 found = self._make_comm(self._axes[i], i)
             self._comms[axes] = found
         return found

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, as_mesh
-from dtensor.errors import listed
+from dtensor.errors import expect, listed
 from dtensor.placement import Replicate
 from dtensor.tensor import DTensor
 
@@ -50,6 +50,10 @@ def distribute_module(
     Raises RuntimeError when the module was distributed before, ValueError when `input_fn` or `output_fn` takes
     another number of arguments.
     """
+    expect("distribute_module", "module", module, nn.Module, "a module", "distribute_module(net, mesh)")
+    for name, function in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
+        if function is not None:
+            expect("distribute_module", name, function, Callable, "a function", f"def {name}(a, b, mesh): ...")
     if getattr(module, APPLIED, False):
         raise RuntimeError(
             f"distribute_module: this {type(module).__name__} was distributed before\n"
@@ -94,7 +98,10 @@ def _replicate(part: nn.Module, mesh: DeviceMesh, done: dict[int, nn.Parameter])
 
 def _three_arguments(name: str, fn: IOFn) -> IOFn:
     """`fn` as a function of (module, value, mesh)."""
-    count = len(inspect.signature(fn).parameters)
+    try:
+        count = len(inspect.signature(fn).parameters)
+    except ValueError:  # one of Python's own, which says nothing of its arguments
+        count = 3
     if count == 3:
         return fn
     if count == 2:

@@ -85,7 +85,7 @@ class Shard(Placement):
 
     def __new__(cls, dim: int) -> Shard:
         if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(f"Shard(dim) takes an int, got {dim!r}")
+            raise TypeError(f"Shard(dim) takes an int, got {repr(dim)[:200]}\n  fix: Shard(0)")
         made = cls._made.get(dim) if cls is Shard else None
         if made is None:
             made = object.__new__(cls)
@@ -148,9 +148,12 @@ class StridedShard(Placement):
             raise TypeError("StridedShard takes split_factor or its short form sf, not both")
         factor = split_factor if split_factor is not None else 1 if sf is None else sf
         if not isinstance(dim, int) or isinstance(dim, bool) or not isinstance(factor, int):
-            raise TypeError(f"StridedShard(dim, split_factor=) takes ints, got {dim!r}, {factor!r}")
+            raise TypeError(
+                f"StridedShard(dim, split_factor=) takes ints, got {repr(dim)[:200]}, {repr(factor)[:200]}\n"
+                "  fix: StridedShard(0, split_factor=2)"
+            )
         if factor < 1:
-            raise ValueError(f"StridedShard: split_factor must be at least 1, got {factor}")
+            raise ValueError(f"StridedShard: split_factor must be at least 1, got {factor}\n  fix: 2")
         made = cls._made.get((dim, factor))
         if made is None:
             made = object.__new__(cls)
@@ -248,7 +251,10 @@ class Partial(Placement):
         made = cls._made.get(op) if isinstance(op, str) else None
         if made is None:
             if not isinstance(op, str) or (op not in REDUCE_OPS and not _NORM.match(op)):
-                raise ValueError(f"Partial({op!r}): unknown reduction, known are {', '.join(REDUCE_OPS)} and norm<p>")
+                raise ValueError(
+                    f"Partial({repr(op)[:200]}): unknown reduction, known are {', '.join(REDUCE_OPS)} and norm<p>\n"
+                    "  fix: Partial()"
+                )
             made = object.__new__(cls)
             object.__setattr__(made, "reduce_op", op)
             made = cls._made.setdefault(op, made)
@@ -293,4 +299,4 @@ def as_placement(p: object) -> Placement:
             return Partial(p.reduce_op)  # type: ignore[attr-defined]
         if name == "_StridedShard":
             return StridedShard(p.dim, split_factor=p.split_factor)  # type: ignore[attr-defined]
-    raise TypeError(f"{p!r} is no placement; use Shard(dim), Replicate() or Partial(op)")
+    raise TypeError(f"{repr(p)[:200]} is no placement\n  fix: use Shard(dim), Replicate() or Partial(op)")

@@ -64,7 +64,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from dtensor.cost import CostModel, current_cost_model
-from dtensor.errors import LayoutError, MeshError, explain_error
+from dtensor.errors import LayoutError, MeshError, expect, explain_error
 from dtensor.placement import Partial, Replicate
 from dtensor.reshard_layout import Space, is_cut
 from dtensor.reshard_search import cheapest
@@ -84,6 +84,9 @@ def plan_reshard(src: Spec, dst: Spec) -> ReshardPlan:
     Cached, up to a bound. Raises MeshError where the meshes differ, LayoutError where the tensors do or where
     a layout is pending in several kinds of reduction (they cannot be reordered).
     """
+    for name, spec in (("src", src), ("dst", dst)):
+        if not isinstance(spec, Spec):
+            expect("plan_reshard", name, spec, Spec, "a Spec", "plan_reshard(x._spec, y._spec)")
     return _plan(src, dst, current_cost_model())
 
 

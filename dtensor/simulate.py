@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import HashStore
 
 from dtensor.comm_fake import FakeWorld, Traffic
 from dtensor.comm_simulated import SimulatedWorld
+from dtensor.errors import expect, short
 from dtensor.rank_threads import CollectiveMismatch, RankThreads
 from dtensor.simulated_c10d import installed, join_torch, leave_torch
 from dtensor.world import entered
@@ -142,11 +143,15 @@ def simulate(world_size: int) -> Ranks:
     `world_size`.
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool):
-        raise TypeError(f"simulate(world_size) takes an int, got {world_size!r}")
+        raise TypeError(f"simulate(world_size) takes an int, got {short(world_size)}\n  fix: simulate(4)(program)")
     if not 1 <= world_size <= MAX_RANKS:
-        raise ValueError(f"simulate(world_size) takes 1 to {MAX_RANKS} ranks, got {world_size}")
+        raise ValueError(
+            f"simulate(world_size) takes 1 to {MAX_RANKS} ranks, got {world_size}\n"
+            "  fix: simulate(4)(program)"
+        )
 
     def run(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        expect("simulate(n)(fn, *args)", "fn", fn, Callable, "the function that ranks call", "simulate(4)(program)")
         _keep_device_guard()
         threads = RankThreads(world_size)
         store = HashStore()

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor.device_mesh import DeviceMesh
-from dtensor.errors import LayoutError
+from dtensor.errors import LayoutError, expect, explain_error, short
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
 __all__ = [
@@ -130,7 +130,10 @@ def normalize_placements(
     if placements is None:
         return (Replicate(),) * mesh.ndim
     if isinstance(placements, (str, bytes)) or not isinstance(placements, Iterable):
-        raise TypeError(f"{call}: placements must be a sequence of placements, got {placements!r}")
+        raise TypeError(
+            f"{call}: placements must be a sequence of placements, one for each mesh axis\n  got: {short(placements)}\n"
+            f"  fix: placements={[Replicate()] * mesh.ndim}"
+        )
     out: list[Placement] = []
     for given in placements:
         p = as_placement(given)
@@ -147,8 +150,8 @@ def normalize_placements(
         out.append(p)
     if len(out) != mesh.ndim:
         raise ValueError(
-            f"{call}: {len(out)} placements for a mesh of {mesh.ndim} axes, got {out}; "
-            "give one placement per mesh axis, e.g. Replicate() for the axes that do nothing"
+            f"{call}: {len(out)} placements for a mesh of {mesh.ndim} axes, got {short(out)}\n"
+            "  fix: give one placement per mesh axis, e.g. Replicate() for the axes that do nothing"
         )
     check_partials(out, call)
     return tuple(out)
@@ -171,6 +174,17 @@ def check_partials(placements: Sequence[Placement], call: str) -> None:
             f"{call}: a tensor can be pending in one kind of reduction only, got {list(placements)}; "
             "redistribute one of the axes to Replicate() first"
         )
+
+
+def _bad_spec(*given: object) -> TypeError:
+    return TypeError(
+        explain_error(
+            "Spec.make(mesh, placements, shape, stride, dtype)", ", ".join(short(x, 80) for x in given),
+            "it takes a DeviceMesh, a tuple with one placement for each of its axes, shape and stride of one length, "
+            "and a dtype",
+            "Spec.make(mesh, (Shard(0),), (8, 16), (16, 1), torch.float32) on a mesh of one axis",
+        )
+    )  # fmt: skip
 
 
 class Spec:
@@ -207,7 +221,13 @@ class Spec:
     def __new__(cls, mesh: DeviceMesh, placements: Iterable[object], tensor_meta: TensorMeta | None = None) -> Spec:
         """The arguments of torch's `DTensorSpec`; gives what `Spec.make` gives. TypeError without `tensor_meta`."""
         if tensor_meta is None:
-            raise TypeError("Spec(mesh, placements, tensor_meta): a spec here always knows shape, stride and dtype")
+            raise TypeError(
+                "Spec(mesh, placements, tensor_meta): a spec here always knows shape, stride and dtype\n"
+                "  fix: TensorMeta((4, 2), (2, 1), torch.float)"
+            )
+        whole = tensor_meta if isinstance(tensor_meta, tuple) and len(tensor_meta) == 3 else None
+        expect("Spec", "tensor_meta", whole, tuple, "(shape, stride, dtype)", "TensorMeta((4, 2), (2, 1), torch.float)")
+        expect("Spec", "mesh", mesh, DeviceMesh, "a DeviceMesh", 'init_device_mesh("cpu", (2,))')
         shape, stride, dtype = tensor_meta
         return Spec.make(mesh, normalize_placements(placements, mesh, len(shape), "Spec"), shape, stride, dtype)
 
@@ -220,8 +240,11 @@ class Spec:
         dtype: torch.dtype,
     ) -> Spec:
         """The spec of this value. Placements must be normalised (`normalize_placements`)."""
-        key = (mesh, placements, tuple(shape), tuple(stride), dtype)
-        spec = _specs.get(key)
+        try:
+            key = (mesh, placements, tuple(shape), tuple(stride), dtype)
+            spec = _specs.get(key)
+        except TypeError:
+            raise _bad_spec(mesh, placements, shape, stride, dtype) from None
         if spec is None:
             spec = _specs[key] = Spec._new(*key)
         return spec
@@ -235,6 +258,13 @@ class Spec:
         stride: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Spec:
+        if (
+            not isinstance(mesh, DeviceMesh) or type(placements) is not tuple or len(placements) != mesh.ndim
+            or len(shape) != len(stride) or not isinstance(dtype, torch.dtype)
+            or not all(isinstance(n, int | torch.SymInt) for n in (*shape, *stride))
+            or not all(isinstance(p, Placement) and 0 <= getattr(p, "dim", 0) < max(len(shape), 1) for p in placements)
+        ):  # fmt: skip
+            raise _bad_spec(mesh, placements, shape, stride, dtype)
         spec = object.__new__(cls)
         spec.mesh, spec.placements, spec.dtype = mesh, placements, dtype
         spec.shape, spec.stride = torch.Size(shape), tuple(stride)

@@ -69,6 +69,17 @@ def _allclose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
 
 
+@special("aten.__lshift__.Scalar", "aten.__lshift__.Tensor")
+def _shift_left(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same op by its other name: torch's meta kernel of this one refuses bool, which its kernels take."""
+    return torch.bitwise_left_shift(*args, **kwargs)
+
+
+@special("aten.__rshift__.Scalar", "aten.__rshift__.Tensor")
+def _shift_right(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.bitwise_right_shift(*args, **kwargs)
+
+
 @special("aten._pin_memory.default")
 def _pin_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = settled_spec(args[0], "pin_memory")

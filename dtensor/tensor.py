@@ -26,7 +26,7 @@ from dtensor import products as _products
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
 from dtensor.deferred import DeferredSpec
 from dtensor.device_mesh import DeviceMesh, as_mesh
-from dtensor.errors import MixedTensorError, explain_error
+from dtensor.errors import MixedTensorError, expect, explain_error, short
 from dtensor.memory import refuse_layout
 from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
@@ -73,7 +73,15 @@ class DTensor(_Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool) -> DTensor:
+    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        if not isinstance(local_tensor, torch.Tensor) or not isinstance(spec, Spec):
+            raise TypeError(
+                explain_error(
+                    "DTensor(local_tensor, spec)", f"{type(local_tensor).__name__} and spec={short(spec)}",
+                    "this raw constructor takes a tensor and a Spec",
+                    "distribute_tensor(tensor, mesh, placements), or DTensor.from_local(part, mesh, placements)",
+                )
+            )  # fmt: skip
         made: DTensor = new(cls, local_tensor, spec, requires_grad=False)
         return made.requires_grad_() if requires_grad else made
 
@@ -159,12 +167,13 @@ class DTensor(_Tensor):
         """
         if _compiling():
             return _compiled.to_local(self, grad_placements)
-        if not torch.is_grad_enabled() or not self.requires_grad:
-            _read_part(self)
-            return self._local_tensor
         grads = None
         if grad_placements is not None:
             grads = normalize_placements(grad_placements, self._spec.mesh, self.ndim, "to_local(grad_placements=)")
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            _read_part(self)
+            return self._local_tensor
+        if grads is not None:
             _check_parts(self._spec, grads, "to_local")
         return cast(torch.Tensor, _ToLocal.apply(self, grads))
 
@@ -197,17 +206,20 @@ class DTensor(_Tensor):
         if type(self._local_tensor) is not torch.Tensor:
             _compiled.refuse_export("redistribute")
         grad = torch.is_grad_enabled() and _get_requires_grad(self)
-        if device_mesh is None and placements and not async_op and forward_dtype is None:
+        if device_mesh is None and placements is not None and not async_op and forward_dtype is None:
             move = known_move(self._spec, placements, self._local_tensor)
             if move is not None and not grad:
                 moved = move.run(self._local_tensor, False)
                 return cast(DTensor, new(DTensor, moved, move.target, requires_grad=False))
             if move is not None and backward_dtype is None and not _transformed():
                 return cast(DTensor, _apply_move(self, move))
+        for dtype in (forward_dtype, backward_dtype):
+            if dtype is not None:
+                expect("redistribute", "forward_dtype and backward_dtype", dtype, torch.dtype, "dtypes", "torch.half")
         own = self._spec.mesh
         mesh = own if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
-            raise RuntimeError("redistribute: placements are needed, e.g. x.redistribute(placements=[Replicate()])")
+            raise RuntimeError("redistribute: placements are needed\n  fix: x.redistribute(placements=[Replicate()])")
         if type(self._spec) is DeferredSpec and mesh == own and tuple(placements) == self._spec.placements:
             return cast(DTensor, torch.ops.aten.alias.default(self))  # goes on waiting
         placed = normalize_placements(placements, mesh, self.ndim, "redistribute")
@@ -428,12 +440,23 @@ def _describe(
     if isinstance(local, DTensor):
         raise RuntimeError("from_local: got a DTensor; it is distributed already, use redistribute()")
     if not isinstance(local, torch.Tensor):
-        raise TypeError(f"from_local: local_tensor must be a torch.Tensor, got {type(local).__name__}")
+        raise TypeError(
+            f"from_local: local_tensor must be a torch.Tensor, got {type(local).__name__}\n"
+            "  fix: DTensor.from_local(torch.as_tensor(part), mesh, placements)"
+        )
     refuse_layout("from_local", local)
     if type(local) is not torch.Tensor:
         _compiled.refuse_export("from_local")
+    for name, value in (("shape", shape), ("stride", stride)):
+        if value is not None:
+            whole = isinstance(value, Sequence) and all(isinstance(n, int | torch.SymInt) for n in value)
+            what, fix = "a tuple of ints", "shape=(8, 4), stride=(4, 1)"
+            expect("from_local", name, value if whole else None, Sequence, f"{what}, got {short(value)}", fix)
     if (shape is None) != (stride is None):
-        raise RuntimeError("from_local: pass both shape and stride of the global tensor, or neither")
+        raise RuntimeError(
+            "from_local: pass both shape and stride of the global tensor, or neither\n"
+            "  fix: shape=(8, 4), stride=(4, 1)"
+        )
     placed = normalize_placements(placements, mesh, local.ndim, "from_local")
     if local.device.type not in (mesh.device_type, "meta"):
         local = local.to(mesh.device_type)
@@ -468,7 +491,8 @@ def _spec_of_local(
     ndim = len(shape) if mesh.coord is None else local.ndim  # a rank outside the mesh may give any empty tensor
     if stride is None or len(shape) != ndim or len(stride) != ndim:
         raise RuntimeError(
-            f"from_local: shape {shape} and stride {stride} must have the local tensor's {ndim} dims"
+            f"from_local: shape {shape} and stride {stride} must have the local tensor's {ndim} dims\n"
+            "  fix: shape and stride of the global tensor"
         )
     spec = Spec.make(mesh, placed, shape, stride, local.dtype)
     if mesh.coord is not None and spec.local_shape != local.shape:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from dtensor.errors import short
 from dtensor.placement import StridedShard
 from dtensor.propagation_rules.loss import accumulation_dtype
 
@@ -111,12 +112,13 @@ def _check_shapes(hidden: object, weight: object, target: object, bias: object) 
     named = {"hidden": hidden, "weight": weight, "target": target, **({} if bias is None else {"bias": bias})}
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{_CALL}: {name} must be a tensor, got {t!r}")
+            raise TypeError(f"{_CALL}: {name} must be a tensor, got {short(t)}\n  fix: torch.as_tensor({name})")
     h, w, t, b = (cast(torch.Tensor, x) for x in (hidden, weight, target, bias))
     if h.ndim == 0 or w.ndim != 2 or h.shape[-1] != w.shape[1]:
         raise RuntimeError(
             f"{_CALL}: hidden and weight do not fit\n  got: hidden {tuple(h.shape)}, weight {tuple(w.shape)}\n"
-            "  rule: hidden is [rows..., features], weight [classes, features]"
+            "  rule: hidden is [rows..., features], weight [classes, features]\n"
+            "  fix: weight.T, where it lies the other way"
         )
     if t.is_floating_point():
         raise NotImplementedError(

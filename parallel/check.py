@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from dtensor import DeviceMesh
 from dtensor.device_mesh import as_mesh
+from dtensor.errors import expect
 
 from .axis import Others
 from .plan import Plan, entries, find, parallelize_module
@@ -123,6 +124,7 @@ def check_plan(
     Gives a `PlanCheck`. Bytes are those that the first rank receives; an all-reduce of n bytes over k ranks counts as
     2 n (k-1)/k. Raises ValueError where the model is parallelized already, TypeError for something that is no plan.
     """
+    expect("check_plan", "model", model, nn.Module, "a module", "check_plan(net, plan, mesh, inputs)")
     styles = entries(plan, "check_plan")
     found = {name: [p for p, _ in find(model, name.split(".") if name else [], "")] for name in styles}
     missing = tuple(name for name, paths in found.items() if not paths)

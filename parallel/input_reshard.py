@@ -26,6 +26,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
 from dtensor.device_mesh import as_mesh
+from dtensor.errors import expect, short
 from dtensor.moved import Watch, memory_version
 
 from .compare import digest
@@ -45,10 +46,14 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
     Returns `module`, with two hooks. Raises ValueError for a mesh of several axes and TypeError for a dim that
     is no int.
     """
+    expect("input_reshard", "module", module, nn.Module, "a module", 'input_reshard(net, mesh["tp"], 0)')
     if input_reshard_dim is None:
         return module
     if not isinstance(input_reshard_dim, int) or isinstance(input_reshard_dim, bool):
-        raise TypeError(f"input_reshard: input_reshard_dim must be an int or None, got {input_reshard_dim!r}")
+        raise TypeError(
+            f"input_reshard: input_reshard_dim must be an int or None, got {short(input_reshard_dim)}\n"
+            "  fix: 0"
+        )
     mesh = as_mesh(tp_device_mesh)
     if mesh.ndim != 1:
         raise ValueError(

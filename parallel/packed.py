@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Shard
+from dtensor.errors import expect, short
 from dtensor.placement import StridedShard
 
 from .joined import keep_parts, put_together, running_order, split_output
@@ -60,9 +61,14 @@ class PackedColwiseParallel(ColwiseParallel):
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output,
             weight_dims=weight_dims,
         )  # fmt: skip
-        self.sizes, self.unit = tuple(int(n) for n in sizes), int(unit)
+        call, fix = "PackedColwiseParallel", "PackedColwiseParallel((64, 64, 64))"
+        expect(call, "sizes", sizes, Sequence, "a tuple of ints, one for each part", fix)
+        for n in (*sizes, unit):
+            expect(call, "a size or unit", n, int, "an int", fix)
+        self.sizes, self.unit = tuple(sizes), unit
         if not self.sizes or min(self.sizes) < 1 or self.unit < 1:
-            raise ValueError(f"PackedColwiseParallel: sizes and unit must be positive, got {self.sizes}, unit={unit}")
+            got = f"{short(self.sizes)}, unit={unit}"
+            raise ValueError(f"{call}: sizes and unit must be positive, got {got}\n  fix: {fix}")
         self.equal = len(set(self.sizes)) == 1
         self.keeps_ties = self.equal
 

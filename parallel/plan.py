@@ -16,7 +16,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate
 from dtensor.device_mesh import as_mesh
-from dtensor.errors import short
+from dtensor.errors import expect, short
 from dtensor.module import Owned, owned_parameters, replacing
 
 from .axis import Others
@@ -65,6 +65,9 @@ def parallelize_module(
     Example:
         >>> parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     """
+    expect("parallelize_module", "module", module, nn.Module, "a module", "parallelize_module(net, mesh, plan)")
+    if src_data_rank is not None:
+        expect("parallelize_module", "src_data_rank", src_data_rank, int, "a position on the mesh, or None", "0")
     mesh = as_mesh(device_mesh)
     if parallelize_plan is None:
         warnings.warn("parallelize_module: parallelize_plan is None, so the module is left as it is", stacklevel=2)
@@ -113,11 +116,17 @@ def entries(plan: object, call: str = "parallelize_module") -> Mapping[str, Para
     if isinstance(plan, ParallelStyle):
         return {"": plan}
     if not isinstance(plan, Mapping):
-        raise TypeError(f"{call}: a plan is a ParallelStyle or a mapping from paths to styles, got {_told(plan)}")
+        raise TypeError(f"{call}: a plan is a ParallelStyle or a mapping from paths to styles, got {_plan_told(plan)}")
     for path, style in plan.items():
         if not isinstance(path, str) or not isinstance(style, ParallelStyle):
-            raise TypeError(f"{call}: a plan maps paths (str) to ParallelStyle objects, got {path!r}: {_told(style)}")
+            told = f"{short(path)}: {_plan_told(style)}"
+            raise TypeError(f"{call}: a plan maps paths (str) to ParallelStyle objects, got {told}")
     return cast(Mapping[str, ParallelStyle], plan)
+
+
+def _plan_told(plan: object) -> str:
+    told = _told(plan)
+    return told if "  fix: " in told else f'{told}\n  fix: {{"layers.*.up": ColwiseParallel()}}'
 
 
 def _told(style: object) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, Placement
+from dtensor.errors import expect
 
 from .axis import StyleAxis
 from .steps import InputSteps, OutputSteps, replaced
@@ -26,7 +27,8 @@ Layouts = Placement | Sequence[Placement | None] | None
 def _as_tuple(call: str, name: str, given: Layouts) -> tuple[Placement | None, ...] | None:
     if given is None:
         return None
-    items = (given,) if isinstance(given, Placement) else tuple(given)
+    items = (given,) if isinstance(given, Placement) else given
+    expect(call, name, items, (tuple, list), "a placement, or a tuple of them and None", f"{name}=(Shard(0), None)")
     return tuple(None if p is None else check_placement(call, name, p) for p in items)
 
 
@@ -89,6 +91,14 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
         self.input_layouts = _as_tuple(call, "input_layouts", input_layouts)
         self.desired_input_layouts = _as_tuple(call, "desired_input_layouts", desired_input_layouts)
         self.with_kwargs = input_kwarg_layouts is not None
+        for name, given in (
+            ("input_kwarg_layouts", input_kwarg_layouts), ("desired_input_kwarg_layouts", desired_input_kwarg_layouts),
+        ):  # fmt: skip
+            if given is not None:
+                expect(call, name, given, Mapping, "a mapping from names to placements", f'{name}={{"x": Shard(0)}}')
+                for value in given.values():
+                    if value is not None:
+                        check_placement(call, name, value)
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
@@ -97,7 +107,8 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
         if self.with_kwargs and set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{call}: input_kwarg_layouts and desired_input_kwarg_layouts must name the same inputs\n"
-                f"  got: {sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}"
+                f"  got: {sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}\n"
+                "  fix: the same names in both"
             )
 
     def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from dtensor.errors import short
 from dtensor.placement import StridedShard
 from dtensor.strides import stride_like
 
@@ -75,7 +76,7 @@ def check_placement(call: str, name: str, value: object) -> Placement:
     """`value` when it is one placement; TypeError otherwise."""
     if isinstance(value, Placement):
         return value
-    raise TypeError(f"{call}: {name} must be one placement, got {value!r}; give e.g. Shard(0) or Replicate()")
+    raise TypeError(f"{call}: {name} must be one placement, got {short(value)}\n  fix: {name}=Shard(0)")
 
 
 def check_fresh(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, Replicate
 from dtensor.device_mesh import as_mesh
+from dtensor.errors import expect
 
 from .axis import Others, style_axis
 from .groups import alike, groups_of, names_of, pattern
@@ -67,6 +68,7 @@ def suggest_plan(
     Raises ValueError where the model does not run on the example. What `check_plan(model, plan, mesh, example)` says of
     the plan is worth reading before use.
     """
+    expect("suggest_plan", "model", model, nn.Module, "a module", "suggest_plan(net, mesh, inputs)")
     trial = Trial(model, as_mesh(mesh), axis, others)
     trial.trace(_examples(model) if example is None else [example])
     entries: dict[str, ParallelStyle] = {}

@@ -60,7 +60,9 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     Raises TypeError for something that is no module.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"unparallelize_module: expected a module, got {type(module).__name__}")
+        raise TypeError(
+            f"unparallelize_module: expected a module, got {type(module).__name__}\n  fix: unparallelize_module(net)"
+        )
     ours = [x for x in owned_parameters(module) if isinstance(x[1]._parameters[x[2]], DTensor)]
     with replacing(ours, module, "unparallelize_module"):
         for part in list(module.modules()):

@@ -25,7 +25,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     Raises RuntimeError for more than 2 dims, TypeError for no DTensor, ValueError for `use_rich` without rich.
     """
     if not isinstance(dtensor, DTensor):
-        raise TypeError(f"visualize_sharding: expected a DTensor, got {type(dtensor).__name__}")
+        raise TypeError(f"visualize_sharding: expected a DTensor, got {type(dtensor).__name__}\n  fix: print it")
     if dtensor.numel() == 0:
         return
     if dtensor.ndim > 2:

@@ -24,6 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.errors import expect
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.spec import Spec, contiguous_stride, is_even, normalize_placements
 from dtensor.tensor import DTensor
@@ -62,6 +63,20 @@ def local_map(
             local_map, out_placements=out_placements, in_placements=in_placements,
             in_grad_placements=in_grad_placements, device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
         )  # fmt: skip
+
+    fix = "local_map(f, out_placements=[Shard(0)], in_placements=([Shard(0)], None))"
+    expect("local_map", "func", func, Callable, "a function", fix)
+    for name, given in (
+        ("out_placements", out_placements), ("in_placements", in_placements),
+        ("in_grad_placements", in_grad_placements),
+    ):  # fmt: skip
+        if not _is_layout(given):
+            what = "a layout (a list of placements), or a tuple with a layout or None for each value"
+            expect("local_map", name, given, (tuple, list, type(None)), what, fix)
+            for layout in given or ():
+                if layout is not None and not _is_layout(layout):
+                    expect("local_map", f"an entry of {name}", layout, type(None), "a list of placements, or None", fix)
+    device_mesh = None if device_mesh is None else as_mesh(device_mesh)
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,8 @@ def register_sharding(op: Op | Sequence[Op], *, check: bool = True) -> Callable[
     for o in ops:
         if not isinstance(o, Op):
             raise TypeError(
-                f"register_sharding: expected an operator overload such as torch.ops.aten.mm.default, got {o!r}"
+                f"register_sharding: expected an operator overload, got {repr(o)[:200]}\n"
+                "  fix: one such as torch.ops.aten.mm.default"
             )
 
     def decorate(fn: RuleFn) -> RuleFn:
