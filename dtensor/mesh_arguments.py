@@ -84,11 +84,11 @@ def check_device_type(call: str, device_type: object) -> None:
 
 
 def typed_names(names: object, ndim: int) -> tuple[str, ...] | None:
-    """Names as a tuple, None for none; one string names the only axis. TypeError for what is not made of strings."""
+    """Names as a tuple, None for none; a string is an only axis's name. TypeError for what is not made of strings."""
     if names is None:
         return None
-    made = (names,) if isinstance(names, str) and ndim == 1 else () if isinstance(names, str) else names
-    if not isinstance(made, Sequence) or isinstance(names, str) and ndim > 1 or not all(type(n) is str for n in made):
+    made = (names,) if isinstance(names, str) and ndim == 1 else names
+    if not isinstance(made, Sequence) or not all(isinstance(n, str) for n in made):
         raise TypeError(
             explain_error(
                 "DeviceMesh", f"mesh_dim_names={short(names)}", "it is a tuple of strings, one for each axis",
