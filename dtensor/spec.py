@@ -34,7 +34,7 @@ from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 
 __all__ = [
     "Cut", "Interval", "Spec", "TensorMeta", "contiguous_stride", "cut_runs", "dim_intervals", "is_even",
-    "local_sizes", "may_be_empty", "normalize_placements", "part_of_runs",
+    "local_sizes", "may_be_empty", "normalize_placements", "part_of_runs", "parts_of_runs",
 ]  # fmt: skip
 
 Interval = tuple[int, int]
@@ -72,12 +72,22 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def part_of_runs(runs: Sequence[Interval], lo: int, hi: int) -> list[Interval]:
     """Elements lo to hi of the concatenated runs."""
-    out, at = [], 0
-    for start, length in runs:
-        a, b = max(lo - at, 0), min(hi - at, length)
-        if a < b:
-            out.append((start + a, b - a))
-        at += length
+    return parts_of_runs(runs, [(lo, hi)])
+
+
+def parts_of_runs(runs: Sequence[Interval], windows: Iterable[tuple[int, int]]) -> list[Interval]:
+    """Elements lo to hi of the concatenated runs, for each of `windows`, which ascend: one walk over both."""
+    out: list[Interval] = []
+    i = at = 0  # the run that is looked at, and the elements before it
+    for lo, hi in windows:
+        while i < len(runs):
+            start, length = runs[i]
+            a, b = max(lo - at, 0), min(hi - at, length)
+            if a < b:
+                out.append((start + a, b - a))
+            if hi < at + length:
+                break
+            i, at = i + 1, at + length
     return out
 
 
@@ -105,13 +115,13 @@ def cut_runs(runs: tuple[Interval, ...], k: int, r: int, factor: int) -> tuple[I
         return ((start + first, min(chunk, n - first)),) if first < n else ()
     n = sum([length for _, length in runs])
     outer = -(-n // factor) if factor else n
-    kept: list[Interval] = []
+    windows: list[tuple[int, int]] = []
     for base in range(0, n, outer) if outer else ():
         m = min(outer, n - base)
         c = -(-m // k)
-        kept += part_of_runs(runs, base + min(r * c, m), base + min((r + 1) * c, m))
+        windows.append((base + min(r * c, m), base + min((r + 1) * c, m)))
     out: list[Interval] = []
-    for start, length in kept:
+    for start, length in parts_of_runs(runs, windows):
         if out and out[-1][0] + out[-1][1] == start:
             out[-1] = (out[-1][0], out[-1][1] + length)
         else:

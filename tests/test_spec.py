@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from dtensor import Partial, Replicate, Shard, StridedShard, distribute_tensor, 
 from dtensor._utils import compute_local_shape_and_global_offset
 from dtensor.errors import LayoutError
 from dtensor.simulate import fake_world, simulate
-from dtensor.spec import Spec, contiguous_stride, dim_intervals, normalize_placements
+from dtensor.spec import (
+    Interval,
+    Spec,
+    contiguous_stride,
+    cut_runs,
+    dim_intervals,
+    normalize_placements,
+    parts_of_runs,
+)
 
 
 def cut(items: list[int], k: int, r: int) -> list[int]:
@@ -141,3 +150,37 @@ def test_runs_have_no_one_offset() -> None:
         with pytest.raises(LayoutError, match="no one offset"):
             compute_local_shape_and_global_offset((8,), mesh, layout)
         assert compute_local_shape_and_global_offset((8,), mesh, layout, skip_offset=True) == ((4,), ())
+
+
+class _Counted(tuple[Interval, ...]):
+    """Runs that count how often one of them is looked at."""
+
+    looked = 0
+
+    def __getitem__(self, i: Any) -> Any:
+        self.looked += 1
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("n", [1, 7, 40, 400])
+def test_runs_are_cut_in_one_walk(n: int) -> None:
+    """Elements of windows of many runs, and no more steps than there are runs and windows."""
+    runs = _Counted((7 * i, 1 + i % 4) for i in range(n))
+    elements = [e for start, m in runs for e in range(start, start + m)]
+    for size, step in ((1, 1), (1, 3), (2, 5), (0, 1), (len(elements), 1 + len(elements))):
+        windows = [(lo, min(lo + size, len(elements))) for lo in range(0, len(elements), step)]
+        runs.looked = 0
+        got = parts_of_runs(runs, windows)
+        assert runs.looked <= len(runs) + len(windows)
+        want = [e for lo, hi in windows for e in elements[lo:hi]]
+        assert [e for start, m in got for e in range(start, start + m)] == want
+
+
+def test_cutting_every_row_takes_time_that_grows_with_the_rows() -> None:
+    """The columns of a matrix cut over two axes, flattened: as many runs as rows, each cut again."""
+    for rows in (300, 301):
+        runs = _Counted(dim_intervals(rows * 8, ((2, 0, rows),)))
+        for r in (0, 1):
+            runs.looked = 0
+            assert len(cut_runs(runs, 2, r, rows)) == rows
+            assert runs.looked <= 3 * rows
