@@ -68,8 +68,7 @@ class DTensor(_Tensor):
     """
 
     _local_tensor: torch.Tensor
-    _spec: Spec
-    __slots__ = ["_local_tensor", "_spec"]
+    _spec: Spec  # no slots: a plain parameter can become a DTensor in place (torch.utils.swap_tensors, Module._apply)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -419,7 +418,7 @@ def _with_lists(x: DTensor, index: Any) -> Any:
 
 def _own_attributes(x: DTensor) -> dict[str, Any]:
     """What was set on this object, less what is made anew with a copy."""
-    return {k: v for k, v in x.__dict__.items() if k not in ("_backward_hooks", "_watched")}
+    return {k: v for k, v in x.__dict__.items() if k not in ("_backward_hooks", "_local_tensor", "_spec", "_watched")}
 
 
 def _waited(t: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,11 @@ import pickle
 
 import pytest
 import torch
+import torch.nn as nn
 from laws import make, rand
 
 import dtensor
-from dtensor import DTensor, Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from dtensor.errors import LayoutError, MixedTensorError
 
 R, P = Replicate(), Partial()
@@ -302,3 +303,50 @@ def test_a_rank_outside_the_mesh_has_an_empty_part(grad: bool) -> None:
             assert y.to_local().shape == ((0,) if mesh.get_coordinate() is None else (3, 4))
 
     assert len(run) == 4
+
+
+@pytest.mark.parametrize("layout", [Shard(0), Shard(-1), Replicate()], ids=str)
+@pytest.mark.parametrize("way", ["set", "swapped", "swap_tensors", "partition_fn"])
+def test_plain_parameters_become_dtensors_in_place(way: str, layout: Placement) -> None:
+    """`_apply` and `swap_tensors` from plain to DTensor: the same objects, with their gradients; training goes on."""
+
+    def run() -> None:
+        mesh, x = init_device_mesh("cpu", (2,)), torch.arange(9.0).view(3, 3) / 4
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
+        net[2].bias = net[2].bias.requires_grad_(False)
+        ref = copy.deepcopy(net)
+        opts = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1) for m in (net, ref)]
+        before = list(net.parameters())
+        if way != "swap_tensors":
+            for m in (net, ref):
+                m(x).sum().backward()
+
+        def put(t: torch.Tensor) -> torch.Tensor:
+            placed = layout if t.ndim else Replicate()
+            return t if isinstance(t, DTensor) else distribute_tensor(t.detach(), mesh, [placed])
+
+        if way == "partition_fn":
+            dtensor.distribute_module(net, mesh, lambda name, m, mesh: m._apply(put, recurse=False))
+        elif way == "swap_tensors":
+            for p in before:
+                torch.utils.swap_tensors(p, nn.Parameter(put(p), requires_grad=p.requires_grad))
+            dtensor.distribute_module(net, mesh)
+        else:
+            net._apply(put)
+        assert [id(p) for p in net.parameters()] == [id(p) for p in before]
+        assert all(type(p) is DTensor and isinstance(p, nn.Parameter) for p in net.parameters())
+        for m, t in ((net, distribute_tensor(x, mesh, [Replicate()])), (ref, x)):
+            m(t).square().sum().backward()
+        for opt in opts:
+            opt.step()
+        for (name, p), q in zip(net.named_parameters(), ref.parameters(), strict=True):
+            assert p.requires_grad == q.requires_grad
+            assert p.grad is None or isinstance(p.placements[0], Replicate) or p.grad.placements == p.placements, name
+            torch.testing.assert_close(p.full_tensor(), q, msg=name)
+
+    torch.__future__.set_swap_module_params_on_conversion(way == "swapped")  # of the process: for all ranks at once
+    try:
+        dtensor.simulate(2)(run)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
