@@ -39,6 +39,7 @@ from dtensor.reshard_spread_direct import direct_spread
 from dtensor.reshard_spread_run import Spread
 from dtensor.reshard_spread_small import small_spread
 from dtensor.reshard_step import ReshardPlan, Step
+from dtensor.reshard_subclass import is_opaque, run_opaque
 from dtensor.reshard_uneven import gather_uneven
 from dtensor.spec import Spec, contiguous_stride
 
@@ -151,6 +152,8 @@ def _bind(plan: ReshardPlan) -> Run:
         return x
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        if type(x) is not torch.Tensor and is_opaque(x):
+            return run_opaque(plan, x)
         try:
             if async_op and several and can_run_beside(x):
                 return belongs_to(beside(whole, x, dst_shape), plan)
