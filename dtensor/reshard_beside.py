@@ -4,13 +4,15 @@ An asynchronous redistribution of one collective needs nothing of this: the grou
 steps only the last could be left under way so; the ones before it would make the current stream wait, and with it all
 that the program queues next. Here the whole plan runs on a side stream of the device:
 
-    current stream    ...x ──┬── the program's next kernels ───────────┬── first use of the result ...
-    side stream              └── step 1 ── step 2 ── join ── event ────┘
+    current stream    ...x ── copy ──┬── the program's next kernels ───┬── first use of the result ...
+    side stream                      └── step 1 ── step 2 ── event ────┘
 
-The side stream starts after what the current one has queued so far (`x`), and the result waits for the side stream's
-event when it is first used, on whatever stream is current then. The host waits for nothing. Memory: `x` is marked as
-used by the side stream and the result as used by the stream that takes it, so that the allocator gives neither out too
-early. While a CUDA graph is captured the steps stay on the capturing stream.
+The side stream starts after what the current one has queued so far, and the result waits for the side stream's event
+when it is first used, on whatever stream is current then. The host waits for nothing. The plan reads a copy of `x`,
+made on the current stream, as the program may write to `x` at once. Where `x` is itself on its way, the current stream
+waits for it, as it counts as there from then on, for all streams. Memory: the copy is marked as used by the side stream
+and the result as used by the stream that takes it, so that the allocator gives neither out too early. While a CUDA
+graph is captured the steps stay on the capturing stream.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ def _side(device: torch.device) -> Any:
 def beside(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`run(x)`, of `shape`, on the side stream: a tensor that waits for it when first used."""
     module, side = streams(x.device), _side(x.device)
+    given = waited(x).clone(memory_format=torch.contiguous_format)
     side.wait_stream(module.current_stream(x.device))
+    given.record_stream(side)
     with module.stream(side):
-        given = waited(x)
-        given.record_stream(side)
         made = run(given)
         done = module.Event()
         done.record(side)

@@ -21,12 +21,13 @@ from gloo_ranks import run_ranks
 from test_comm import every, exercise_movement, exercise_reductions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dtensor import Partial, Placement, Replicate, Shard, comm_sent, init_device_mesh, reshard_beside
-from dtensor.comm_wire import eager
+from dtensor.comm_wire import eager, waited
 from dtensor.reshard_plan import plan_reshard
 from dtensor.reshard_run import redistribute_local
-from dtensor.spec import Spec
+from dtensor.spec import Spec, contiguous_stride
 
 R = Replicate()
 
@@ -301,16 +302,106 @@ class Streams:
         self.now = before
 
 
+def with_streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """CPU tensors count as those of a device, whose streams write down what is asked of them."""
+    streams = Streams()
+    monkeypatch.setattr(reshard_beside, "in_queue", eager)
+    monkeypatch.setattr(reshard_beside, "streams", lambda device: streams)
+    monkeypatch.setattr(reshard_beside, "_sides", {})
+    mark = lambda self, stream: streams.log.append(f"memory used on {stream.name}")  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", mark)
+    return streams
+
+
+class Reads(TorchDispatchMode):
+    """What the ops under it read: on which stream, op, memory."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+        self.seen: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tree_leaves(args):
+            if isinstance(t, torch.Tensor):
+                self.seen.append((self.streams.now, str(func), t.untyped_storage().data_ptr()))
+        return func(*args, **(kwargs or {}))
+
+
+LAYOUTS = [(p, q) for p in (R, Shard(0), Shard(1), Partial()) for q in (R, Shard(0), Shard(1), Partial())]
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (7, 5)])
+def test_an_asynchronous_source_may_be_written_to_at_once(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    """Nothing that is still to run reads its memory, whatever the layouts."""
+    streams, beside = with_streams(monkeypatch), 0
+    monkeypatch.setattr(comm_sent, "in_queue", eager)
+    stride = contiguous_stride(shape)
+    with on_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        for layout in LAYOUTS:
+            src = Spec.make(mesh, layout, shape, stride, torch.float32)
+            for target in LAYOUTS:
+                if layout == target or any(q == Partial() and p != q for p, q in zip(layout, target)):
+                    continue
+                x = torch.zeros(src.local_shape)
+                with Reads(streams) as reads:
+                    got = redistribute_local(x, src, src.with_placements(target), async_op=True)
+                    at = len(reads.seen)
+                    done = waited(got)
+                own = x.untyped_storage().data_ptr()
+                if done.untyped_storage().data_ptr() != own:  # else nothing moves
+                    late = reads.seen[at:] + [read for read in reads.seen if read[0] == "side"]
+                    assert not [read for read in late if read[2] == own], (layout, target)
+                beside += "side waits for main" in streams.log
+                streams.log.clear()
+    assert beside >= (8 if shape == (16, 16) else 0)
+
+
+P = Partial()
+TWICE = {
+    "gathered": ((Shard(1), P, P), (R, P, P), (R, Shard(0), R)),
+    "reduced": ((P, P, P), (R, P, P), (R, Shard(0), R)),
+    "scattered": ((P, P, P), (Shard(0), P, P), (Shard(0), R, Shard(1))),
+    "exchanged": ((Shard(0), P, P), (Shard(1), P, P), (Shard(1), Shard(0), R)),
+    "beside": ((P, P, P), (Shard(0), R, P), (R, Shard(1), R)),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_source_on_its_way_is_waited_for_by_the_current_stream(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As it counts as there from then on: the side stream's wait alone would leave the next use without one."""
+    streams = with_streams(monkeypatch)
+    monkeypatch.setattr(comm_sent, "in_queue", eager)
+    wait = comm_sent._wait
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        streams.log.append(f"{streams.now} waits for a collective")
+        return wait(x)
+
+    monkeypatch.setattr(comm_sent, "_wait", waits)
+    first, then, last = TWICE[name]
+    with on_rank(0, 8):
+        src = Spec.make(init_device_mesh("cpu", (2, 2, 2)), first, (16, 16), (16, 1), torch.float32)
+        middle = src.with_placements(then)
+        on_its_way = redistribute_local(torch.zeros(src.local_shape), src, middle, async_op=True)
+        assert type(on_its_way).__name__ == "AsyncCollectiveTensor"
+        streams.log.clear()
+        again = redistribute_local(on_its_way, middle, src.with_placements(last), async_op=True)
+        on_its_way + 1
+        log = list(streams.log)
+        waited(again)
+    assert any(line in ("main waits for a collective", "main waits for the event") for line in log), log
+    assert not any(line.startswith("side waits for a") for line in log), log
+
+
 def test_several_collectives_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan runs on the side stream, after what was queued; the result waits where it is used; memory is marked."""
 
     def body(mesh: Any) -> tuple[list[str], list[Call]]:
-        streams = Streams()
-        monkeypatch.setattr(reshard_beside, "in_queue", eager)
-        monkeypatch.setattr(reshard_beside, "streams", lambda device: streams)
-        monkeypatch.setattr(reshard_beside, "_sides", {})
-        mark = lambda self, stream: streams.log.append(f"memory used on {stream.name}")  # noqa: E731
-        monkeypatch.setattr(torch.Tensor, "record_stream", mark)
+        streams = with_streams(monkeypatch)
         src = Spec.make(mesh, (Partial(), Partial()), (16, 16), (16, 1), torch.float32)
         dst = src.with_placements((Shard(0), R))
         with Recorder() as seen:
