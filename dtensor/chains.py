@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtensor import dispatch as hot
 from dtensor.decompositions import GaveUp, Trial
 from dtensor.propagate import Decision
-from dtensor.registry import Call, on_clear, op_name
+from dtensor.registry import Call, op_name
 from dtensor.spec import Spec, contiguous_stride, may_be_empty
+from dtensor.world import kept
 
 __all__ = ["HERE", "UNSEEN", "Results", "Specs", "composite", "is_contiguous", "is_usual", "plans", "try_chain"]
 
@@ -32,7 +33,7 @@ Specs = tuple[Spec | None, ...]
 """Their specs."""
 
 UNSEEN: Any = object()
-plans: dict[tuple[Any, ...], Specs | None] = {}
+plans: dict[tuple[Any, ...], Specs | None] = kept({})
 """By function and specs: the specs of the results where the chain is local, None where it is not."""
 
 HERE = torch._C.DispatchKey.PythonTLSSnapshot
@@ -45,8 +46,6 @@ _usual: dict[int, bool] = {}
 _MODES = torch._C._TorchDispatchModeKey
 _INFRA = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 _watching = torch._C._len_torch_dispatch_stack
-
-on_clear(plans.clear)
 
 
 def is_usual(keys: Any) -> bool:

@@ -26,10 +26,11 @@ from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
 from dtensor.moved import MovedSpec, ViewCall, note_written
 from dtensor.propagate import Decision
-from dtensor.registry import Call, Entry, lookup, on_clear, op_name
+from dtensor.registry import Call, Entry, lookup, op_name
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.strides import in_order
+from dtensor.world import kept
 
 __all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "special"]
 
@@ -87,7 +88,7 @@ def _is_of_lists(func: Op) -> bool:
 _NUMBERS = ("number", "Optional[number]", "float", "Optional[float]", "Tensor", "Optional[Tensor]")
 """Types of arguments that may be a Python number; where a tensor is given, its spec is in the key."""
 
-_ops: dict[int, OpInfo] = {}
+_ops: dict[int, OpInfo] = kept({})
 _specials: dict[str, Callable[..., Any]] = {}
 _n_plans = 0
 _NOTHING: dict[str, Any] = {}
@@ -113,15 +114,6 @@ def special(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return f
 
     return deco
-
-
-def _clear() -> None:
-    global _n_plans
-    _ops.clear()
-    _n_plans = 0
-
-
-on_clear(_clear)
 
 
 @contextlib.contextmanager
@@ -502,6 +494,8 @@ def bind_miss(miss: Callable[..., Any], with_plain: Callable[..., Any]) -> None:
 def store(info: OpInfo, key: tuple[Any, ...], execute: Callable[..., Any]) -> None:
     """Cache what a plan executes; the tables are dropped as a whole when they have grown too large."""
     global _n_plans
+    if _n_plans >= MAX_PLANS:
+        _n_plans = sum([len(other.plans) for other in _ops.values()])  # fewer where `_ops` was emptied
     if _n_plans >= MAX_PLANS:
         for other in _ops.values():
             other.plans.clear()

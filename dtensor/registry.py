@@ -30,6 +30,7 @@ from dtensor.factors import Linear, Rule, antitone, linear, monotone, passes
 from dtensor.pattern import factor_names, parse_pattern
 from dtensor.rule_faults import check_reduction, checked_rule, overloads, place_of, unknown_values
 from dtensor.spec import Spec, TensorMeta
+from dtensor.world import forget
 
 __all__ = [
     "Builder", "Call", "Entry", "built_in", "clear_plans", "entries", "find", "linear_groups", "lookup", "override",
@@ -113,7 +114,6 @@ _own: dict[str, Entry] = {}
 """The engine's rules."""
 _programs: dict[str, Entry] = {}
 """The rules of programs, which are looked up first."""
-_listeners: list[Callable[[], None]] = []
 _loaded = False
 _thread = threading.local()
 
@@ -216,8 +216,7 @@ def override(names: str | Iterable[str], build: Builder, **options: Any) -> Iter
 
 def clear_plans() -> None:
     """Drop every cached plan, as after a change of rules."""
-    for f in _listeners:
-        f()
+    forget()
 
 
 def load() -> None:
@@ -421,11 +420,6 @@ def present_groups(text: str, call: Call) -> tuple[Linear, ...]:
         if whole and at:
             out.append(Linear(frozenset(at), group.ops))
     return tuple(out)
-
-
-def on_clear(f: Callable[[], None]) -> None:
-    """Call `f` whenever cached plans must be dropped."""
-    _listeners.append(f)
 
 
 def flat_inputs(arguments: Sequence[tuple[str, object]]) -> tuple[tuple[Spec, ...], tuple[str, ...]]:

@@ -18,6 +18,7 @@ from dtensor.placement import Partial
 from dtensor.reshard_geometry import Coord, Region, Runs, by_dim, members, region_shape, region_size
 from dtensor.reshard_step import Step
 from dtensor.spec import Spec, part_of_runs
+from dtensor.world import kept
 
 __all__ = ["Piece", "arrivals", "balanced", "pieces_of"]
 
@@ -67,6 +68,7 @@ def arrivals(spec: Spec, step: Step, coord: Coord) -> int:
     return total
 
 
+@kept
 @lru_cache(maxsize=256)
 def pieces_of(spec: Spec, step: Step, group: tuple[Coord, ...]) -> tuple[Piece, ...]:
     """Who reduces what, in the group of ranks at the coords `group`, the `members` along the step's axes."""

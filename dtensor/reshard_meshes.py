@@ -36,6 +36,7 @@ from dtensor.reshard_run import exchange_others, run_reshard
 from dtensor.reshard_step import ReshardPlan, bytes_text
 from dtensor.reshard_ways import scattered_to
 from dtensor.spec import Spec
+from dtensor.world import kept
 
 __all__ = ["MeshPlan", "plan_between", "redistribute_between"]
 
@@ -101,6 +102,7 @@ def plan_between(src: Spec, dst: Spec) -> MeshPlan:
     return _plan(src, dst, current_cost_model())
 
 
+@kept
 @lru_cache(maxsize=1024)
 def _plan(src: Spec, dst: Spec, model: CostModel) -> MeshPlan:
     _check(src, dst)

@@ -71,6 +71,7 @@ from dtensor.reshard_search import cheapest
 from dtensor.reshard_spread import in_stages
 from dtensor.reshard_step import Layout, ReshardPlan, Step
 from dtensor.spec import Spec
+from dtensor.world import kept
 
 __all__ = ["ReshardPlan", "Step", "check_one_tensor", "plan_reshard"]
 
@@ -90,6 +91,7 @@ def plan_reshard(src: Spec, dst: Spec) -> ReshardPlan:
     return _plan(src, dst, current_cost_model())
 
 
+@kept
 @lru_cache(maxsize=8192)
 def _plan(src: Spec, dst: Spec, model: CostModel) -> ReshardPlan:
     _check(src, dst)

@@ -42,6 +42,7 @@ from dtensor.reshard_step import ReshardPlan, Step
 from dtensor.reshard_subclass import is_opaque, run_opaque
 from dtensor.reshard_uneven import gather_uneven
 from dtensor.spec import Spec, contiguous_stride
+from dtensor.world import kept
 
 __all__ = [
     "Move", "exchange_others", "known_move", "redistribute_local", "remember_move", "resolved", "run_reshard",
@@ -97,7 +98,7 @@ class Move(NamedTuple):
     model: CostModel
 
 
-_MOVES: dict[tuple[object, ...], Move] = {}
+_MOVES: dict[tuple[object, ...], Move] = kept({})
 _MOST = 4096
 
 

@@ -31,7 +31,7 @@ from dtensor.comm_simulated import SimulatedWorld
 from dtensor.errors import expect, short
 from dtensor.rank_threads import CollectiveMismatch, RankThreads
 from dtensor.simulated_c10d import installed, join_torch, leave_torch
-from dtensor.world import entered
+from dtensor.world import ended, entered
 
 __all__ = ["CollectiveMismatch", "FakeWorld", "RankError", "Traffic", "fake_world", "simulate"]
 
@@ -69,19 +69,10 @@ class RankError(Exception):
         return self.text
 
 
-_classes: dict[type[BaseException], type[RankError]] = {}
-
-
 def _error_class(original: type[BaseException]) -> type[RankError]:
-    """The class, made once, of a RankError that is also an `original`; RankError where there can be none."""
+    """The class of a RankError that is also an `original`; RankError where there can be none."""
     if issubclass(original, RankError):
         return original
-    if original not in _classes:
-        _classes[original] = _derive_class(original)
-    return _classes[original]
-
-
-def _derive_class(original: type[BaseException]) -> type[RankError]:
     try:
         return type(f"Rank{original.__name__}", (RankError, original), {"__str__": RankError.__str__})
     except TypeError:
@@ -123,8 +114,11 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[FakeWorld]:
     Gives the world, whose `traffic` lists the collectives issued. Raises ValueError for a rank outside it.
     """
     world = FakeWorld(world_size, rank)
-    with entered(world):
-        yield world
+    try:
+        with entered(world):
+            yield world
+    finally:
+        ended()
 
 
 def _with_fake_world(function: Callable[[int], Ranks]) -> Simulate:
@@ -169,6 +163,7 @@ def simulate(world_size: int) -> Ranks:
             results: list[T] = threads.run(body)
         error, failed = threads.error, threads.failed
         threads.end()
+        ended()
         if error is not None:
             raise error if failed is None else _named(error, failed)
         return results

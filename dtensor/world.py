@@ -8,6 +8,10 @@ There are three kinds of worlds, and user code does not see which one it runs in
 
 Simulated and fake worlds are entered per thread and may be nested; where none is entered, the world
 is that of `torch.distributed`.
+
+What keeps a mesh alive, and with it its groups, communicators, plans and moves, is what the program holds (the mesh,
+its tensors) and the tables of this process that are declared by `kept`. Those are emptied when a world has ended or a
+group was destroyed, so nothing that has ended is found again, or outlives its end.
 """
 
 from __future__ import annotations
@@ -15,17 +19,22 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["World", "WorldKind", "check_own", "current_world", "entered", "fresh_identity", "has_world", "innermost"]
+__all__ = [
+    "World", "WorldKind", "check_own", "current_world", "ended", "entered", "forget", "fresh_identity", "has_world",
+    "innermost", "kept",
+]  # fmt: skip
 
 WorldKind = Literal["c10d", "simulated", "fake"]
 
+T = TypeVar("T")
 _serial = itertools.count()
+_clears: list[Callable[[], object]] = []
 
 
 class World:
@@ -54,6 +63,28 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+
+
+def kept(table: T) -> T:
+    """`table`, of the whole process, that may hold specs, meshes, communicators or what was made of them.
+
+    A container, or a function behind `lru_cache`; it must bear to be emptied at any time.
+    """
+    known: Any = table
+    _clears.append(known.cache_clear if hasattr(known, "cache_clear") else known.clear)
+    return table
+
+
+def forget() -> None:
+    """Empty all that is `kept`."""
+    for clear in _clears:
+        clear()
+
+
+def ended() -> None:
+    """A simulated or fake world has ended: forget what it left, unless this thread is still inside of another."""
+    if not _entered.stack:
+        forget()
 
 
 def fresh_identity(kind: WorldKind) -> tuple[str, int]:

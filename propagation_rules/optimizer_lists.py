@@ -24,9 +24,9 @@ from torch.autograd.graph import increment_version
 from torch.optim import adadelta, adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 
 from dtensor.moved import note_written
-from dtensor.registry import on_clear
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
+from dtensor.world import kept
 
 __all__ = ["on_local_tensors"]
 
@@ -35,10 +35,8 @@ _ONLY = {DTensor}
 _PLAIN = {torch.Tensor}
 _spec_of, _local_of = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
 _version_of, _ndim_of = operator.attrgetter("_version"), operator.attrgetter("ndim")
-_alike: dict[tuple[tuple[Spec, ...], ...], bool] = {}
+_alike: dict[tuple[tuple[Spec, ...], ...], bool] = kept({})
 """By the specs of the lists: whether, element by element, they are laid out alike."""
-
-on_clear(_alike.clear)
 
 
 def _known_alike(specs: tuple[tuple[Spec, ...], ...]) -> bool:

@@ -35,6 +35,7 @@ from dtensor.reshard_together import all_reduce_together, redistribute_together
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 from dtensor.tensor import DTensor
+from dtensor.world import kept
 
 __all__ = ["BUCKET", "settle", "settle_gradients"]
 
@@ -85,7 +86,7 @@ class _Pending(NamedTuple):
 
 _UNSEEN: Any = object()
 _MOST = 65536
-_known: dict[Spec, _Pending | None] = {}
+_known: dict[Spec, _Pending | None] = kept({})
 
 
 def _pending(spec: Spec) -> _Pending | None:
