@@ -5,7 +5,7 @@ take tensors of torch's own class on the CPU or in the queue of a device's curre
 every backend carries, outside a trace and dispatch modes; `ready` says whether a tensor is such a one, and all else
 goes the general way of `dtensor.comm_c10d`. A rank that goes the general way issues the same collective with the same
 sizes, so ranks need not agree on which of the two they go. Bound collectives are synchronous. Errors are those of
-`dtensor.comm_sent`.
+`dtensor.comm_sent`. Nothing is bound of the group itself, which may be destroyed: a call looks its method up.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def send(
 
 def exchange(place: Place, general: Bound) -> Bound:
     """An all-to-all of as many even parts along dim 0 as positions; the result has the shape of what is sent."""
-    call, size, whole, like = place.group.alltoall_base, place.size, torch.contiguous_format, torch.empty_like
+    size, whole, like = place.size, torch.contiguous_format, torch.empty_like
     options = options_of(c10d.AllToAllOptions)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def exchange(place: Place, general: Bound) -> Bound:
             return general(x)
         out = like(x, memory_format=whole)
         sizes = [x.shape[0] // size] * size
-        send(place, "all_to_all", out, x, options, call, out, x, sizes, sizes)
+        send(place, "all_to_all", out, x, options, place.group.alltoall_base, out, x, sizes, sizes)
         return out
 
     return run
@@ -151,12 +151,12 @@ def exchange_into(
 
     The tensors are of a dtype that is `carried`.
     """
-    call, leave, arrive = place.group.alltoall_base, list(leave), list(arrive)
+    leave, arrive = list(leave), list(arrive)
     options = options_of(c10d.AllToAllOptions)
 
     def run(x: torch.Tensor, out: torch.Tensor) -> None:
         try:
-            send(place, "all_to_all", out, x, options, call, out, x, arrive, leave)
+            send(place, "all_to_all", out, x, options, place.group.alltoall_base, out, x, arrive, leave)
         except CollectiveError as e:
             if not comm_sent.fake_refused(place, x, e):
                 raise
@@ -167,13 +167,13 @@ def exchange_into(
 
 def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
     """An all-gather along dim 0, whose result has `shape`."""
-    call, options, shape = place.group._allgather_base, options_of(c10d.AllgatherOptions), tuple(shape)
+    options, shape = options_of(c10d.AllgatherOptions), tuple(shape)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in _CARRIED:
             return general(x)
         out = x.new_empty(shape)
-        send(place, "all_gather", out, x, options, call, out, x)
+        send(place, "all_gather", out, x, options, place.group._allgather_base, out, x)
         return out
 
     return run
@@ -181,12 +181,12 @@ def gather(place: Place, shape: Sequence[int], general: Bound) -> Bound:
 
 def gather_into(place: Place) -> Callable[[torch.Tensor, list[torch.Tensor]], bool]:
     """An all-gather into tensors of one shape, perhaps views of one; False where the general way is to be taken."""
-    call, options = place.group.allgather, options_of(c10d.AllgatherOptions)
+    options = options_of(c10d.AllgatherOptions)
 
     def run(x: torch.Tensor, into: list[torch.Tensor]) -> bool:
         if x.dtype not in _CARRIED or comm_sent.in_queue(x):
             return False
-        send(place, "all_gather", x, x, options, call, [into], [x])
+        send(place, "all_gather", x, x, options, place.group.allgather, [into], [x])
         return True
 
     return run

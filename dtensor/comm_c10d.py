@@ -10,6 +10,7 @@ the group rank of position i.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
@@ -68,7 +69,7 @@ class C10dCommunicator(Communicator):
     `axis`: what errors call the axis, with its quotes; "" where there is nothing to call it.
     """
 
-    __slots__ = ("_launches", "_nccl", "_order", "axis", "group", "name")
+    __slots__ = ("__weakref__", "_launches", "_nccl", "_order", "axis", "group", "name")
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, axis: str = "") -> None:
         super().__init__(ranks, rank)
@@ -82,6 +83,15 @@ class C10dCommunicator(Communicator):
         self._order: list[int] | None = None if order == sorted(order) else order
         self._nccl = "nccl" in c10d.get_backend_config(group)
         self._launches: bool | None = None
+        _all.add(self)
+
+    @staticmethod
+    def let_go(group: dist.ProcessGroup) -> None:
+        """Hold `group` no longer, as it was destroyed: a collective that is asked for says so."""
+        for comm in list(_all):
+            if comm.group is group:
+                comm.group = _Destroyed(comm.name)
+                comm.name += " (destroyed)"  # the next default group has the same name
 
     def has_launches(self, device: torch.device) -> bool:
         """True where the group can launch several collectives on `device` as one: `dtensor.comm_together`."""
@@ -390,3 +400,16 @@ class C10dCommunicator(Communicator):
         sent = issued(self, "scatter", out, self.group.scatter, [out], sent_parts, options)
         numel = prod(shape) * items_of(dtype)
         return Pending(finish=lambda: unflat(sent.wait().narrow(0, 0, numel), dtype, shape))
+
+
+_all: weakref.WeakSet[C10dCommunicator] = weakref.WeakSet()
+
+
+class _Destroyed:
+    """In the place of a group that was destroyed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"the process group {self._name!r} has been destroyed; make a mesh of groups that are there")

@@ -42,6 +42,7 @@ So what an exchange that failed left under way is not taken for the next one's.
 _begun: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 """How many exchanges each group has begun."""
 
+_CPU = torch.device("cpu")
 _SPARES = 8
 """Messages at most that are received in turns at one time."""
 
@@ -95,7 +96,7 @@ def direct_of(place: Any, device_type: str) -> Direct | None:
         except RuntimeError:  # a group for other devices only
             return None
         gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-        return Messages(place, own) if gloo is not None and type(own) is gloo else None
+        return Messages(place) if gloo is not None and type(own) is gloo else None
     return Lists(place) if "nccl" in backend else None
 
 
@@ -104,8 +105,8 @@ class Messages(Direct):
 
     whole = False
 
-    def __init__(self, place: Any, backend: Any) -> None:
-        self._place, self._backend = place, backend
+    def __init__(self, place: Any) -> None:
+        self._place = place
         self._at: Callable[[int], int] = place._place
         self._begun = _begun.setdefault(place.group, [0])
 
@@ -124,16 +125,20 @@ class Messages(Direct):
     def receive(self, into: torch.Tensor, position: int, number: int) -> Any:
         """The work of the message of that number from a position."""
         if not modes():
-            return self._backend.recv([into], self._at(position), self._tag(number))
+            return self._backend().recv([into], self._at(position), self._tag(number))
         with standing_for(MESSAGE):
             return self._place.group.recv([into], self._at(position), self._tag(number))
 
     def send(self, x: torch.Tensor, position: int, number: int) -> Any:
         """The work of a message to a position."""
         if not modes():
-            return self._backend.send([x], self._at(position), self._tag(number))
+            return self._backend().send([x], self._at(position), self._tag(number))
         with standing_for(MESSAGE):
             return self._place.group.send([x], self._at(position), self._tag(number))
+
+    def _backend(self) -> Any:
+        """gloo's own group; not kept, as it has threads that end with it."""
+        return self._place.group._get_backend(_CPU)
 
     def _tag(self, number: int) -> int:
         return _TAG + self._begun[0] % _ROUNDS * _NUMBERS + number % _NUMBERS

@@ -33,14 +33,14 @@ def reduce(place: Place, how: Reduction, what: Reducing) -> Bound:
     """An all-reduce of tensors of any shape."""
     if how.wire is None:
         return _gathered(place, what)
-    call, options = place.group.allreduce, options_of(dist.AllreduceOptions, NATIVE[how.wire])
+    options = options_of(dist.AllreduceOptions, NATIVE[how.wire])
     encode, decode, copied, whole = how.encode, how.decode, how.view or how.encode is None, torch.contiguous_format
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=whole) if copied else x
         if encode is not None:
             out = encode(out)
-        send(place, "all_reduce", out, out, options, call, [out])
+        send(place, "all_reduce", out, out, options, place.group.allreduce, [out])
         return out if decode is None else decode(out)
 
     return run
@@ -48,14 +48,14 @@ def reduce(place: Place, how: Reduction, what: Reducing) -> Bound:
 
 def _gathered(place: Place, what: Reducing) -> Bound:
     """What the group does not reduce: all positions' tensors, reduced here."""
-    call, options = place.group._allgather_base, options_of(c10d.AllgatherOptions)
+    options = options_of(c10d.AllgatherOptions)
     op, dtype, size = what.op, what.dtype, place.size
     carrier, pairs = carrier_of(dtype), items_of(dtype) > 1
 
     def run(x: torch.Tensor) -> torch.Tensor:
         sent = torch.view_as_real(x) if pairs else x.view(carrier)
         every = sent.new_empty((size, *sent.shape))
-        send(place, "all_gather", every, sent, options, call, every.view(-1), sent.view(-1))
+        send(place, "all_gather", every, sent, options, place.group._allgather_base, every.view(-1), sent.view(-1))
         got = torch.view_as_complex(every) if pairs else every.view(dtype)
         return reduce_tensors(got.unbind(), op)
 
@@ -67,7 +67,6 @@ def reduce_scatter(place: Place, how: Reduction, pack: Bound, shape: Sequence[in
 
     `most`: elements of a part, where some have less and are padded.
     """
-    call = place.group._reduce_scatter_base
     options = options_of(dist.ReduceScatterOptions, NATIVE[how.wire or "sum"])
     encode, decode, shape = how.encode, how.decode, tuple(shape)
     made = shape if most is None else (most,)
@@ -75,7 +74,7 @@ def reduce_scatter(place: Place, how: Reduction, pack: Bound, shape: Sequence[in
     def run(x: torch.Tensor) -> torch.Tensor:
         sent = pack(x if encode is None else encode(x))
         out = sent.new_empty(made)
-        send(place, "reduce_scatter", out, sent, options, call, out, sent)
+        send(place, "reduce_scatter", out, sent, options, place.group._reduce_scatter_base, out, sent)
         if most is not None:
             out.resize_(shape)
         return out if decode is None else decode(out)
@@ -88,7 +87,7 @@ def scatter_list(
 ) -> Try:
     """A reduce-scatter of `views` of what is encoded, of unlike sizes; mine is of `shape`. It is not queued."""
     wire = how.wire or "sum"
-    call, options = place.group.reduce_scatter, options_of(dist.ReduceScatterOptions, OPS[wire])
+    options = options_of(dist.ReduceScatterOptions, OPS[wire])
     encode, decode, size, averaged = how.encode, how.decode, place.size, wire == "avg"
     shape = tuple(shape)
 
@@ -98,7 +97,7 @@ def scatter_list(
         if encode is not None:
             x = encode(x)
         out = x.new_empty(shape)
-        send(place, "reduce_scatter", out, out, options, call, [out], [views(x)])
+        send(place, "reduce_scatter", out, out, options, place.group.reduce_scatter, [out], [views(x)])
         if averaged:
             out.div_(size)
         return out if decode is None else decode(out)

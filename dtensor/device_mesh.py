@@ -489,7 +489,8 @@ def _convert(mesh: Any) -> DeviceMesh:
         ours._ready = True
         shared = ours._get_root_mesh()._groups
         for axis, group in zip(axes, mesh.get_all_groups()):
-            shared.setdefault(canonical(axis), group)
+            if canonical(axis) not in shared:
+                ours._take(shared, canonical(axis), group)
     return ours
 
 

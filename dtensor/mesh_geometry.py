@@ -70,7 +70,7 @@ class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
         self._root = root
         self._overrides: tuple[BackendConfig, ...] | None = None
         self._ready = False
-        self._groups: dict[Axis, dist.ProcessGroup] = {}
+        self._groups: dict[Axis, dist.ProcessGroup | None] = {}
         self._flattened: dict[str, Any] = {}
         self._slices: dict[tuple[str, ...], Any] = {}
         self._comms: dict[Any, Communicator] = {}
@@ -86,6 +86,11 @@ class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
     def by_number(number: int) -> Any:
         """The mesh of this `graph_number`. KeyError when it is no longer there."""
         return _by_number[number]
+
+    @staticmethod
+    def all() -> list[Any]:
+        """The meshes that there are in this process, of all ranks and worlds."""
+        return list(_by_number.values())
 
     def _find_position(self) -> int | None:
         """Where this rank stands in the rank map."""

@@ -2,6 +2,9 @@
 
 Groups are made when the mesh is, one for each axis, and are shared by all meshes cut out of one root: a group is known
 by the positions that its axis runs over. Communicators are made when first asked for.
+
+What a mesh holds of a group is dropped when the group is destroyed; where it is needed afterwards, all members make
+another, as a mesh made anew does. A group that the program made and gave to a mesh is not made again.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from dtensor.comm import Communicator
 from dtensor.comm_c10d import C10dCommunicator
 from dtensor.mesh_geometry import AxisRef, BackendConfig, MeshGeometry
 from dtensor.mesh_layout import Axis, axis_digit, axis_offsets, axis_size, coalesce
-from dtensor.process_groups import group_table
-from dtensor.world import World
+from dtensor.process_groups import group_table, is_mesh_made, on_destroyed
+from dtensor.world import World, current_world, forget
 
 __all__ = ["MeshGroups"]
 
@@ -92,12 +95,28 @@ class MeshGroups(MeshGeometry):
         group = self._groups.get(key) or shared.get(key)
         if group is None:
             ranks = self._along(axis)
+            if key in shared or not self._is_current():
+                raise RuntimeError(
+                    f"the process group of the ranks {ranks} that {self!r} was made with has been destroyed; make a "
+                    "mesh after init_process_group(), or of groups that are there"
+                )
             if self._in_c10d():
                 group = group_table().get(ranks, self._device_type, *override, rows=rows, desc=self._named(axis))
             else:
                 group = _mesh_world(self._world).group(ranks)
-            shared[key] = group
+            self._take(shared, key, group)
         return group
+
+    def _is_current(self) -> bool:
+        """False where the world of this mesh was that of a default group that has been destroyed."""
+        own = self._world
+        return own is None or own.kind != "c10d" or (dist.is_initialized() and own.identity == current_world().identity)
+
+    def _take(self, groups: dict[Axis, dist.ProcessGroup | None], key: Axis, group: dist.ProcessGroup) -> None:
+        """Enter `group` into the `groups` of this mesh or its root, until it is destroyed."""
+        groups[key] = group
+        if self._in_c10d():
+            on_destroyed(group, _let_go)
 
     def get_group(self, mesh_dim: AxisRef | None = None) -> dist.ProcessGroup:
         """The process group of one axis, for calls to `torch.distributed`. Its ranks are in mesh order.
@@ -173,7 +192,7 @@ class MeshGroups(MeshGeometry):
         self._ready = True
         if self._position is not None:
             for axis, group in zip(self._axes, groups):
-                self._groups[canonical(axis)] = group
+                self._take(self._groups, canonical(axis), group)
 
 
 def canonical(axis: Axis) -> Axis:
@@ -183,3 +202,16 @@ def canonical(axis: Axis) -> Axis:
 
 def _mesh_world(world: World | None) -> MeshWorld:
     return world  # type: ignore[return-value]
+
+
+def _let_go(group: dist.ProcessGroup) -> None:
+    """Drop what meshes, their communicators and the tables of the process hold of a group that was destroyed."""
+    forget()
+    for mesh in MeshGroups.all():
+        for key in [key for key, own in mesh._groups.items() if own is group]:
+            mesh._groups[key] = None
+            if is_mesh_made(group):
+                del mesh._groups[key]
+        for axes in [axes for axes, comm in mesh._comms.items() if getattr(comm, "group", None) is group]:
+            del mesh._comms[axes]
+    C10dCommunicator.let_go(group)

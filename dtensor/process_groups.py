@@ -1,10 +1,19 @@
-"""The process groups of meshes, beside the default group of `torch.distributed`."""
+"""The process groups of meshes, beside the default group of `torch.distributed`, and what is told of their end.
+
+A gloo group has threads, which end with the group object: `destroy_process_group` takes it out of torch's tables, and
+waits for the threads if nobody else holds it. Whoever does holds them too, beyond the interpreter's end, where a thread
+that drops the last tensor it has sent aborts the process. So what holds a group here lets go of it when it is
+destroyed (`on_destroyed`), and groups that nobody destroys are destroyed at the end of the process.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,7 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["GroupTable", "group_table"]
+__all__ = ["GroupTable", "group_table", "is_mesh_made", "on_destroyed"]
+
+_PREFIX = "dtensor:"
+_PATIENCE = 3.0
+"""Seconds that the end of the process waits for collectives that are under way."""
 
 
 class GroupTable:
@@ -52,7 +65,7 @@ class GroupTable:
         family = None if rows is None or not plain else tuple(tuple(row) for row in rows)
         parent = None if family is None or family in self._families else _parent(default, backend)
         known = self._made.get(key) if options is None and parent is None else None
-        if known is not None and known in c10d._world.pg_map:
+        if known is not None:
             return known
         if parent is not None and family is not None:
             self._families.add(family)
@@ -64,6 +77,10 @@ class GroupTable:
         if options is None:
             self._made[key] = group
         return group
+
+    def let_go(self, group: dist.ProcessGroup) -> None:
+        """Forget a group that was destroyed: the next mesh over its ranks makes another."""
+        self._made = {key: made for key, made in self._made.items() if made is not group}
 
     def splits(self, device_type: str) -> bool:
         """True where the groups of a whole world's mesh of such devices are split off the default group's."""
@@ -85,7 +102,7 @@ class GroupTable:
         timeout = getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.Backend(backend))
         before = self._count.get(members, 0)
         self._count[members] = before + 1
-        name = f"dtensor:{'_'.join(map(str, members))}:{before}"
+        name = f"{_PREFIX}{'_'.join(map(str, members))}:{before}"
         return _new_group(members, name, backend, options, timeout, _device(backend, device_type), desc)
 
 
@@ -167,3 +184,54 @@ def group_table() -> GroupTable:
     table = GroupTable()
     _tables.append((weakref.ref(default), table))
     return table
+
+
+class _Ranks(dict[int, int]):
+    """A group's entry in c10d's table of ranks, which torch drops when the group is destroyed, in whatever way."""
+
+
+def on_destroyed(group: dist.ProcessGroup, told: Callable[[dist.ProcessGroup], None]) -> None:
+    """Have `told(group)` called when `group` is destroyed, once however often this is asked for."""
+    ranks = c10d._world.pg_group_ranks
+    if group not in ranks or isinstance(ranks[group], _Ranks):
+        return
+    entry, ref = _Ranks(ranks[group]), weakref.ref(group)
+
+    def gone() -> None:
+        destroyed = ref()
+        if destroyed is not None:
+            for _, table in _tables:
+                table.let_go(destroyed)
+            told(destroyed)
+
+    weakref.finalize(entry, gone).atexit = False
+    ranks[group] = entry
+
+
+def is_mesh_made(group: dist.ProcessGroup) -> bool:
+    """True for a group that a table made, and can make again; not for the program's own and the default one."""
+    return str(group.group_name).startswith(_PREFIX)
+
+
+_pid = os.getpid()
+
+
+@atexit.register
+def _end() -> None:
+    """Destroy gloo groups that meshes were made in and that the program has left to the end of the process.
+
+    Not after a fork, in which their threads are missing. Other backends end in their own way.
+    """
+    if not _tables or os.getpid() != _pid or not dist.is_initialized():
+        return
+    if any("gloo" not in c or "nccl" in c for c in map(str, c10d._world.pg_backend_config.values())):
+        return
+
+    def destroy() -> None:
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+    with suppress(RuntimeError):  # no more threads
+        thread = threading.Thread(target=destroy, daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
