@@ -47,8 +47,13 @@ def group_norm(call: Call) -> Rule:
         nonempty=frozenset({n, g}) if any(s.dtype != x.dtype for s in call.inputs) else frozenset(),
         linear=(linear(0),) if backward else (),
         localize=localize,
-        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) else None,
+        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) or _no_channels(ins[at]) else None,
     )
+
+
+def _no_channels(x: Spec) -> bool:
+    """Whether this rank has none of the channels that there are; the tensor may have no elements at all."""
+    return x.local_shape[1] == 0 < x.shape[1]
 
 
 register("aten.native_group_norm aten.native_group_norm_backward", group_norm, values="eps")

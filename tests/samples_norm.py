@@ -50,6 +50,7 @@ NORMS = [
     Sample("group_norm", lambda x, w, b: F.group_norm(x, 4, w, b), (rand(5, 8, 3), W8, B8), pending=SUM),
     Sample("group_norm plain", lambda x: F.group_norm(x, 3), (rand(3, 6, 2),), pending=SUM),
     Sample("group_norm of no channels", lambda x: F.group_norm(x, 1), (rand(8, 0),), pending=SUM),
+    Sample("group_norm of no rows", lambda x: F.group_norm(x, 1), (rand(0, 1, 2),), pending=SUM),
     Sample("batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (X3, W3, B3), pending=SUM),
     Sample("batch_norm eval", lambda x, m, v, w: F.batch_norm(x, m.detach(), v.detach(), w),
            (X3, W3, B3.abs() + 0.5, rand(3, seed=2)), pending=SUM),
