@@ -14,6 +14,8 @@ JOBS ?= 2
 DEMO ?=
 # More arguments for pytest, e.g. make test-fast TESTS="tests/test_spec.py -x"
 TESTS ?=
+# Which random programs, e.g. make fuzz FUZZ="--programs 2000 --mesh 2x3", FUZZ="--gloo --mesh 2 4", FUZZ="--seed 7 --programs 1 --show"
+FUZZ ?=
 # More arguments for the sweep, e.g. make sweep JOBS=8 SWEEP="--json found.json"
 SWEEP ?=
 # More arguments for the tests and benchmarks on GPUs, e.g. make test-gpu GPU="--worlds 1,2", make bench-gpu GPU="--device cpu"
@@ -37,7 +39,7 @@ export OMP_NUM_THREADS := 1
 CLIENTS := .venv-clients/.installed
 APART := $(wildcard tests/clients/apart/*.txt)
 
-.PHONY: demo test suite test-fast test-gpu gpu-check lint lint-workflows golden sweep bench bench-gpu clients clean
+.PHONY: demo test suite test-fast test-gpu gpu-check lint lint-workflows golden fuzz sweep bench bench-gpu clients clean
 
 # torch first and by its exact version: an open range may fetch another build of several GB. The other pins hold for every
 # torch, but for setuptools, of which each torch wants another.
@@ -81,6 +83,10 @@ gpu-check:
 # All rules as one text file, which a test compares: run this after a change of rules and read the diff.
 golden: $(STAMP)
 	$(PY) -m dtensor.propagation_rules list > docs/rules.txt
+
+# Random programs on DTensors and on plain tensors side by side; what is wrong is made small and printed.
+fuzz: $(STAMP)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) -W ignore -m fuzz $(FUZZ)
 
 # Every rule against numbers on the calls that torch's database of operators leads to.
 sweep: $(STAMP)

@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.nn as nn
 from laws import Sample, check_layouts, make, rand
-from write_programs import program
 
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, dispatch_miss, init_device_mesh
-from dtensor import dispatch_views as views
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
 
 
 def on(n: int, f: Callable[..., Any], shape: tuple[int, ...] | None = None) -> list[Any]:
@@ -28,29 +25,6 @@ def on(n: int, f: Callable[..., Any], shape: tuple[int, ...] | None = None) -> l
 def close(got: Any, want: torch.Tensor) -> None:
     """The whole of `got` is `want`."""
     torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, want, rtol=1e-3, atol=1e-4)
-
-
-# ------------------------------------------------------------ programs
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_random_programs_of_views_and_writes(mesh: tuple[int, ...]) -> None:
-    n = torch.Size(mesh).numel()
-    for seed in range(14):
-        for trouble in dtensor.simulate(n)(program, 100 * n + seed, mesh, 14):
-            assert not trouble, trouble
-
-
-def test_the_programs_notice_faults(monkeypatch) -> None:
-    """Writes that do not reach the base, and views that are not taken again, are seen."""
-
-    def wrong() -> int:
-        return sum(any(dtensor.simulate(2)(program, seed, (2,), 14)) for seed in range(7))
-
-    with monkeypatch.context() as m:
-        m.setattr(views, "carried_back", lambda spec, new: spec.base)
-        assert wrong() > 0
-    with monkeypatch.context() as m:
-        m.setattr("dtensor.moved._replay", lambda spec: spec.local)
-        assert wrong() > 0
 
 
 # ------------------------------------------------------------ gradients
