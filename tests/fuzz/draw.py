@@ -86,15 +86,16 @@ def families() -> list[Family]:
 def layout_words(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype, mesh: tuple[int, ...]) -> list[str]:
     """A layout: shards, also of one dim in another order of the axes, and one kind of pending reduction."""
     kinds = ["sum", "sum", "max", "min"] + ["avg", "avg", "product"] * dtype.is_floating_point
-    kind, words = rng.choice(kinds), []
+    kind, words = rng.choice(kinds), list[str]()
+    one = rng.random() < 0.15  # all axes cut one dim
     for axis in range(len(mesh)):
         chance = rng.random()
         if chance < 0.17 and dtype not in (torch.bool, torch.uint8):
             words.append(f"P({kind})")
-        elif chance < 0.45 or not shape:
+        elif not shape or (chance < 0.45 and not one):
             words.append("R")
         else:
-            d = rng.randrange(len(shape))
+            d = int(words[-1][1]) if one and words and words[-1][0] == "S" else rng.randrange(len(shape))
             strided = rng.random() < 0.15
             words.append(f"S{d}" + f"/{rng.choice([2, 3, math.prod(mesh[axis + 1 :])])}" * strided)
     return words
@@ -113,7 +114,7 @@ class Draw:
         self.side, self.steps, self.count = Side(), list[Step](), 0
         self.fixed: set[str] = set()  # tensors that may share memory with others here and not there
         self.dtype = self.rng.choice(["f64"] * 6 + ["f32"] * 5 + ["bf16"])
-        self.sizes = self.rng.sample([1, 2, 3, 4, 5, 6, 7, 8], 3)
+        self.sizes = self.rng.sample([1, 2, 3, 4, 5, 6, 7, 8], 3) + [0] * (self.rng.random() < 0.12)
 
     def program(self) -> Program:
         length, tries = self.rng.randint(5, 30), 0
@@ -180,8 +181,10 @@ class Draw:
 
     def run(self, step: Step) -> None:
         """Run a step; raise where it leaves something too large, or not finite."""
+        writes = any(f.writes for f in families() if f.name == step.family)
+        before = set() if writes else set(self.names)
         self.side.run(step.line)
-        for t in self.tensors():
+        for t in (self.names[k] for k in self.tensors() if k not in before):
             for u in (t, t.grad if t.is_leaf else None):
                 if u is not None and u.numel() and (u.numel() > LARGEST or not bool((u.detach().abs() <= BOUND).all())):
                     raise Skip
@@ -192,11 +195,11 @@ class Draw:
     def names(self) -> dict[str, Any]:
         return self.side.names
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [v for k, v in self.names.items() if re.fullmatch(r"t\d+", k)]
+    def tensors(self) -> list[str]:
+        return [k for k in self.names if k[0] == "t" and k[1:].isdigit()]
 
     def pick(self, fits: Callable[[torch.Tensor], bool]) -> str:
-        found = [k for k, v in self.names.items() if re.fullmatch(r"t\d+", k) and fits(v)]
+        found = [k for k in self.tensors() if fits(self.names[k])]
         if not found:
             raise Skip
         return self.rng.choice(found[-3:] if self.rng.random() < 0.3 else found)
@@ -366,8 +369,9 @@ class Draw:
 
     def field_xs(self, t: torch.Tensor | None, fields: dict[str, str], call: str) -> str:
         found: dict[int, str] = {}
-        for k, v in self.names.items():
-            if re.fullmatch(r"t\d+", k) and v.is_floating_point() and v.numel():
+        for k in self.tensors():
+            v = self.names[k]
+            if v.is_floating_point() and v.numel():
                 found.setdefault(v.untyped_storage()._cdata, k)
         if not found:
             raise Skip
