@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.fx import traceback
 
 from dtensor.comm_failure import Place, failed, note
 from dtensor.comm_wire import eager, waited
@@ -123,10 +124,21 @@ def issued(place: Place, kind: str, out: torch.Tensor, call: Callable[..., Any],
 
 def _functional(place: Place, kind: str, x: torch.Tensor, call: Callable[..., torch.Tensor], *args: Any) -> Sent:
     note(place, kind, x)
+    facts = traceback.current_meta
+    in_backward = facts.get(_PASS) == "is_backward"
     try:
+        if in_backward:  # else torch chooses by local sizes whether it is sent in forward, and ranks may choose otherwise
+            facts[_PASS] = "must_be_in_backward"
         return Sent(place, kind, call(x, *args, place.name), _wait)
     except RuntimeError as e:
         raise failed(place, kind, x, e) from e
+    finally:
+        if in_backward:
+            facts[_PASS] = "is_backward"
+
+
+_PASS = "partitioner_tag"
+"""Where torch's compiler notes of what it traces whether it is part of a forward or of a backward."""
 
 
 def _private(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,11 @@ How a DTensor itself goes through a compiler is in `DTensor.__tensor_flatten__`:
 holds, the spec (mesh, placements, global shape, stride and dtype; interned) is what its guards compare, so another
 layout, another shape or another mesh means another graph.
 
+Torch's cache on disk of graphs as they were traced (AOTAutograd's) is passed by (`refuse_caching`): what a trace of
+DTensors gives depends on the rank's coord, the names of its groups, the cost model and the rules, and makes groups that
+a graph taken from a file would lack. What comes of it, local ops and collectives with the group's name, with numbers
+for shapes and offsets, has all that in its text, by which inductor's own caches know it: compiled code is found again.
+
 `torch.export` is another matter: it writes down what is done to the tensors that it was given, before autograd, and
 tracks tensors of Python classes only where an op made them. A DTensor that is made while it looks on, by one of these
 calls or a factory, is none that it knows: `refuse_export` says so, where torch would end in C++ with a failed cast.
@@ -20,7 +25,7 @@ calls or a factory, is none that it knows: `refuse_export` says so, where torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch as _mode_above_autograd
@@ -32,7 +37,9 @@ from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 if TYPE_CHECKING:
     from dtensor.tensor import DTensor
 
-__all__ = ["bind", "compiling", "full_tensor", "from_local", "redistribute", "refuse_export", "to_local"]
+__all__ = [
+    "bind", "compiling", "full_tensor", "from_local", "redistribute", "refuse_caching", "refuse_export", "to_local",
+]  # fmt: skip
 
 compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """True in code that dynamo follows; False whenever code really runs."""
@@ -53,6 +60,21 @@ def refuse_export(call: str) -> None:
                 "before it is parallelized",
             )
         )  # fmt: skip
+
+
+def refuse_caching() -> NoReturn:
+    """What torch takes as: this graph is not in the cache of traced graphs, and shall not be."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    raise BypassAOTAutogradCache("the graph of an operation on DTensors belongs to one rank: it is traced, not loaded")
+
+
+def leave_alone(handler: Callable[..., Any]) -> None:
+    """Keep dynamo, which compiles what runs where a graph breaks, from `handler` and all that it calls."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(handler.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def bind(cls: type[DTensor]) -> None:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor import moved as moved_views
 from dtensor import random as rng
+from dtensor.comm import traced
 from dtensor.deferred import PutOff
 from dtensor.factors import Kernel
 from dtensor.kernel import KernelContext
@@ -252,7 +253,9 @@ class Plan:
         if outside:
             self.execute = self._outside
         elif simple and structure == "one":
-            self.execute = (_simple_view if info.is_view else _simple_one)(self.run, outs[0])
+            self.execute = (
+                _simple_view(self.run, outs[0], info.func) if info.is_view else _simple_one(self.run, outs[0])
+            )
         elif simple and structure != "none":
             self.execute = _simple_many(self.run, outs, list if structure == "list" else tuple)
         elif self.inplace and not (self.moves or self.overrides or self.kernel or self.seed) and structure == "one":
@@ -261,7 +264,7 @@ class Plan:
             self.execute = self._general(structure)
         if info.is_view:
             if not (simple and structure == "one"):
-                self.execute = _as_base(self.execute)
+                self.execute = _as_base(self.execute, info.func)
         elif any(s is not None and s.dtype.is_complex for s in (*decision.inputs, *outs)):
             self.execute = _with_lazy_values(self.execute)
 
@@ -375,30 +378,41 @@ def _simple_one(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any
     return execute
 
 
-def _simple_view(run: Callable[..., Any], spec: Spec | None) -> Callable[..., Any]:
+def _simple_view(run: Callable[..., Any], spec: Spec | None, func: Op) -> Callable[..., Any]:
     """`_as_base` of `_simple_one`, in one call."""
-    new, D, inference = _new, _DTensor, torch.is_inference_mode_enabled
+    new, D, inference, plain = _new, _DTensor, torch.is_inference_mode_enabled, torch.Tensor
 
     def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         if inference() and not args[0].is_inference():
             with torch.inference_mode(False):
                 return new(D, run(*local, **named), spec, requires_grad=False)
-        return new(D, run(*local, **named) if named else run(*local), spec, requires_grad=False)
+        made = new(D, run(*local, **named) if named else run(*local), spec, requires_grad=False)
+        return made if type(local[0]) is plain else aliasing(made, args[0], func, args, named)
 
     return execute
 
 
-def _as_base(execute: Callable[..., Any]) -> Callable[..., Any]:
+def _as_base(execute: Callable[..., Any], func: Op) -> Callable[..., Any]:
     """In inference mode a view of an ordinary tensor is an ordinary tensor, as in torch."""
-    inference = torch.is_inference_mode_enabled
+    inference, plain = torch.is_inference_mode_enabled, torch.Tensor
 
     def view(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
         if inference() and not args[0].is_inference():
             with torch.inference_mode(False):
                 return execute(local, named, args)
-        return execute(local, named, args)
+        made = execute(local, named, args)
+        return made if type(local[0]) is plain else aliasing(made, args[0], func, args, named)
 
     return view
+
+
+def aliasing(views: Any, base: Any, func: Op, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Views of `base`, one or several, as `func` gave them; in a trace a compiler has to see what they are views of."""
+    if traced(base._local_tensor):
+        several = isinstance(views, (list, tuple))
+        for i, view in enumerate(views if several else (views,)):
+            moved_views.note_view(view, base, ViewCall(func, args[1:], dict(named), i if several else None))
+    return views
 
 
 def _with_lazy_values(execute: Callable[..., Any]) -> Callable[..., Any]:

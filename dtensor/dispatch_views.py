@@ -219,6 +219,10 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     params = info.func._schema.arguments
     given = {**dict(zip((p.name for p in params), args, strict=False)), **kwargs}
     targets = [a for n, a in given.items() if n in info.written and has_moved((a,), {})]
+    for t in flat(targets, {}):
+        if isinstance(t._spec, MovedSpec) and t._spec.given:
+            rule = "what a graph writes to such a view does not reach the tensor that it is a view of"
+            t._spec.refuse(info.name, rule)
     if not targets:
         inference = torch.is_inference_mode_enabled()
         ordinary = info.is_view and not args[0].is_inference()  # a view of an ordinary tensor is one, in any mode
@@ -226,6 +230,7 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             result = hot.dispatch(info.func, *map_args(read, args, kwargs))
         if info.is_view and is_dtensor(args[0]) and isinstance(args[0]._spec, MovedSpec):
             _mark(info, result, args, kwargs)
+            return hot.aliasing(result, args[0], info.func, args, kwargs)
         return result
     if info.kind == "foreach" and any(isinstance(a, (list, tuple)) and len(a) > 1 for a in targets):
         return _one_by_one(info, args, kwargs)

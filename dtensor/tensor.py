@@ -24,11 +24,12 @@ from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself
 from dtensor import memory as _memory
 from dtensor import products as _products
 from dtensor import specials as _specials  # noqa: F401 - registers its handlers
+from dtensor.comm import traced
 from dtensor.deferred import DeferredSpec
 from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.errors import MixedTensorError, expect, explain_error, short
 from dtensor.memory import refuse_layout
-from dtensor.moved import settled_spec
+from dtensor.moved import GivenSpec, ViewOf, note_input, settled_spec, spec_to_compile
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.reshard_run import Move, known_move, redistribute_local, remember_move
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
@@ -326,17 +327,30 @@ class DTensor(_Tensor):
 
     # ------------------------------------------------------------ protocols
     def __tensor_flatten__(self) -> tuple[list[str], Spec]:
-        return ["_local_tensor"], settled_spec(self, "__tensor_flatten__")
+        return ["_local_tensor"], spec_to_compile(self, settled_spec(self, "__tensor_flatten__"))
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Any], spec: Spec, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> DTensor:
         shape, stride = tuple(map(int, outer_size)), tuple(map(int, outer_stride))
-        return cast(
-            DTensor,
-            new(DTensor, inner["_local_tensor"], spec.with_meta(shape, stride, spec.dtype), requires_grad=False),
-        )
+        own, local = spec.with_meta(shape, stride, spec.dtype), inner["_local_tensor"]
+        if type(spec) is ViewOf and not traced(local):
+            output = cast(_ViewOutput, new(_ViewOutput, local, own, requires_grad=False))
+            output._view = spec
+            return output
+        made = cast(DTensor, new(DTensor, local, own, requires_grad=False))
+        if type(spec) is GivenSpec and traced(local):
+            GivenSpec.like(own, spec.is_view).stands_for(made)
+        elif type(spec) is ViewOf:
+            made._calls = spec.calls  # type: ignore[attr-defined]
+        elif type(local).__name__ == "FunctionalTensor":
+            note_input(made)
+        return made
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch asks for the key of its cache of traced graphs, which no graph of DTensors may come from."""
+        return _compiled.refuse_caching()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         if not self._spec.has_partial():
@@ -385,6 +399,45 @@ class DTensor(_Tensor):
 
 
 _run = _dispatch.dispatch
+_compiled.leave_alone(DTensor.__torch_dispatch__)
+
+
+class _AsExpected:
+    """Equal in `size()`, `stride()` and `storage_offset()` to anything."""
+
+    def size(self) -> _AsExpected:
+        """Itself, which is equal to any size; so for strides and offsets."""
+        return self
+
+    stride = storage_offset = size
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _ViewOutput(DTensor):
+    """A view of an argument as a compiled graph gives it: a copy; torch asks it how to view again."""
+
+    _view: ViewOf
+
+    @property
+    def _base(self) -> Any:  # type: ignore[override]
+        """What the argument is compared with: guards have seen that it is laid out as the one that was traced."""
+        return _AsExpected()
+
+    def _view_func(self, base: DTensor) -> Any:
+        """The view of the argument `base`."""
+        for call in self._view.calls:
+            got = call.func(base, *call.args, **call.kwargs)
+            base = got if call.index is None else got[call.index]
+        return base
+
+
 _dispatch.bind(DTensor, new)
 _compiled.bind(DTensor)
 _products.bind(DTensor, new)
@@ -416,9 +469,14 @@ def _with_lists(x: DTensor, index: Any) -> Any:
     return index
 
 
+_MADE_ANEW = frozenset(
+    {"_backward_hooks", "_calls", "_local_tensor", "_looked_at", "_memory", "_spec", "_watch", "_watched"}
+)
+
+
 def _own_attributes(x: DTensor) -> dict[str, Any]:
     """What was set on this object, less what is made anew with a copy."""
-    return {k: v for k, v in x.__dict__.items() if k not in ("_backward_hooks", "_local_tensor", "_spec", "_watched")}
+    return {k: v for k, v in x.__dict__.items() if k not in _MADE_ANEW}
 
 
 def _waited(t: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,10 +61,10 @@ def test_on_processes() -> None:
     run_ranks(2, [case_one_graph], timeout=120).check()
 
 
-def start_fake_world() -> dtensor.DeviceMesh:
+def start_fake_world(rank: int = 0) -> dtensor.DeviceMesh:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     return init_device_mesh("cpu", (4,))
 
 
@@ -146,6 +147,108 @@ def test_inductor_does_what_eager_does() -> None:
         assert isinstance(w.grad, DTensor)
         found.append((out.to_local(), w.grad.to_local()))
     assert_close(found[1], found[0])
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch looks at a DTensor's class only")
+def view_written(x: torch.Tensor) -> Any:
+    a, b = x[1:3].split([4, 1], -1)
+    b -= 0.7
+    return a, b
+
+
+def view_written_after_a_break(x: torch.Tensor) -> Any:
+    x.mul_(0.5)
+    rows, part = x.unbind(0), x[1:3].t()[1:]
+    torch._dynamo.graph_break()
+    torch._foreach_mul_(rows[1:], 2.0)
+    part[-2:] -= 0.7
+    return part
+
+
+def views_of_views(x: torch.Tensor) -> Any:
+    a = x.unflatten(0, (2, 2))[:, 0]
+    torch._dynamo.graph_break()
+    b = a.t()[1:]
+    torch._dynamo.graph_break()
+    b.mul_(3)
+    return b, a * 2, x.sum()
+
+
+def base_and_view(x: torch.Tensor) -> Any:
+    a = x[:3]
+    torch._dynamo.graph_break()
+    first = a + 1
+    x.mul_(2)
+    return first, a + 1
+
+
+@pytest.mark.parametrize("layout", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_writes_through_views(layout: Any) -> None:
+    """A view of an argument is one after the graph has ended, too, whether it had to move data or not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    for step in (view_written, view_written_after_a_break, views_of_views, base_and_view):
+        torch._dynamo.reset()
+        run = torch.compile(step, backend="aot_eager")
+        for _ in range(2):
+            plain = torch.arange(20.0).reshape(4, 5)
+            x = distribute_tensor(plain.clone(), mesh, [layout])
+            got, want = run(x), step(plain)
+            assert_close(x.full_tensor(), plain)
+            for mine, its in zip(got, want, strict=True):
+                assert_close(mine.full_tensor(), its)
+
+
+def test_a_given_view_is_not_written_in_silence() -> None:
+    """In one graph for all, a write to a view that moved and was given is an error, that says what to do."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = distribute_tensor(torch.arange(20.0).reshape(4, 5), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(Exception) as caught:
+        compiled(lambda view: view.add_(1))(x[1:3])
+    error: BaseException | None = caught.value
+    while error is not None and not isinstance(error, dtensor.errors.LayoutError):
+        error = error.__cause__ or error.__context__
+    assert "does not reach the tensor that it is a view of" in str(error)
+    assert_close(compiled(lambda view: view + 1)(x[1:3]).full_tensor(), torch.arange(20.0).reshape(4, 5)[1:3] + 1)
+
+
+def test_no_rank_loads_what_another_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor over one cache folder, rank after rank: parts of equal shapes, of which each rank has its own.
+
+    Views and products of matrices only, so that no C++ is compiled.
+    """
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plain, weight = torch.arange(28.0).view(7, 4), torch.randn(4, 3)
+
+    def step(x: DTensor, w: DTensor) -> DTensor:
+        return x.redistribute(placements=[Shard(0)] * x.device_mesh.ndim) @ w
+
+    for shape in ((4,), (2, 2)):
+        for rank in (0, 1):
+            start_fake_world(rank)
+            mesh = init_device_mesh("cpu", shape)
+
+            def local_step(x: torch.Tensor, w: torch.Tensor, mesh: dtensor.DeviceMesh = mesh) -> torch.Tensor:
+                whole = (Replicate(),) * mesh.ndim
+                return step(DTensor.from_local(x, mesh, whole), DTensor.from_local(w, mesh, whole)).to_local()
+
+            for fn, wrapped in ((step, True), (local_step, False))[: 3 - mesh.ndim]:
+                found = []
+                counters.clear()
+                for run in (fn, compiled(fn, "inductor")):
+                    x, w = plain.clone().requires_grad_(), weight.clone().requires_grad_()
+                    args: list[Any] = [x, w]
+                    if wrapped:
+                        args = [DTensor.from_local(t.detach(), mesh, None).requires_grad_() for t in args]
+                    out = run(*args)
+                    part = out.to_local() if wrapped else out
+                    grads = torch.autograd.grad(part.square().sum(), args)
+                    found.append((part, *(g.to_local() if wrapped else g for g in grads)))
+                assert_close(found[1], found[0])
+                assert not counters["aot_autograd"]["autograd_cache_hit"]
+            dist.destroy_process_group()
 
 
 def test_what_a_graph_cannot_hold_is_refused() -> None:
