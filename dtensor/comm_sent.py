@@ -127,7 +127,7 @@ def _functional(place: Place, kind: str, x: torch.Tensor, call: Callable[..., to
     facts = traceback.current_meta
     in_backward = facts.get(_PASS) == "is_backward"
     try:
-        if in_backward:  # else torch chooses by local sizes whether it is sent in forward, and ranks may choose otherwise
+        if in_backward:  # else torch chooses by local sizes whether forward sends it, and ranks may choose differently
             facts[_PASS] = "must_be_in_backward"
         return Sent(place, kind, call(x, *args, place.name), _wait)
     except RuntimeError as e:

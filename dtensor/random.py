@@ -24,6 +24,14 @@ generator goes on where it was after that one number.
 
 A pending tensor counts as replicated here: what is drawn for it must be the same on all positions.
 
+**In `torch.compile`** a generator cannot be seeded: it is state that a graph does not see. A graph draws a number,
+makes it common, and hands it to every random op inside a draw as an argument, by way of one op of this package's
+(`dtensor::seeded`), which seeds the generator while it runs. So replicas agree, shards differ, and what is computed
+again in backward is the same; the numbers are others than outside of a graph. A graph outlives `equal_seeds()`, so it
+sends its number all the same.
+
+    n = randint(2**62)    n = broadcast(n, tp)    dtensor::seeded(n, [shard, 1], "aten.native_dropout.default", [x], ..)
+
 **CUDA.** A generator there is a seed and an offset into the seed's stream, both kept on the host. Seeded draws take
 their number from the two and move the offset on, so that where no axis replicates, or inside `equal_seeds()`, the
 host does not wait for the device. Otherwise the number travels through the group, and the host waits for it, once an
@@ -34,10 +42,13 @@ whole draws inside `equal_seeds()` can be captured, and are other numbers at eve
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.comm import traced
 from dtensor.placement import Shard, StridedShard
@@ -64,7 +75,7 @@ def equal_seeds(enabled: bool = True) -> Iterator[None]:
 
 def _agreeing_axes(spec: Spec) -> list[int]:
     """Axes along which positions must draw the same and may be seeded differently."""
-    if getattr(_flags, "equal", False) or spec.mesh.coord is None:
+    if spec.mesh.coord is None or (getattr(_flags, "equal", False) and not _in_graph()):
         return []
     return [
         axis for axis, p in enumerate(spec.placements)
@@ -112,11 +123,10 @@ def _common_stream(spec: Spec, generator: torch.Generator, device: torch.device)
     axes = _agreeing_axes(spec)
     if axes and _without_values(spec):
         axes = []
-    if axes and torch._C._len_torch_dispatch_stack() and traced(torch.empty(0)):
-        raise RuntimeError(
-            f"random numbers for {spec} inside torch.compile: the ranks make their generators agree at every call, "
-            "which a graph cannot; draw outside of it, or, ranks seeded alike, `with dtensor.random.equal_seeds():`"
-        )
+    if axes and _in_graph():
+        with _Seeded(spec, None, generator, device):
+            yield
+        return
     if axes:
         _refuse_capture(spec, device)
     own = common = generator.get_state() if axes else None
@@ -206,6 +216,10 @@ def _seeded(spec: Spec, generator: torch.Generator, device: torch.device) -> Ite
     if _without_values(spec):
         yield
         return
+    if _in_graph():
+        with _Seeded(spec, shard_number(spec), generator, device):
+            yield
+        return
     _refuse_capture(spec, device)
     number, axes = _next_number(generator), _agreeing_axes(spec)
     if axes:
@@ -219,3 +233,104 @@ def _seeded(spec: Spec, generator: torch.Generator, device: torch.device) -> Ite
         yield
     finally:
         generator.set_state(state)
+
+
+# ------------------------------------------------------------ inside a compiler's trace
+def _in_graph() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 and traced(torch.empty(0))
+
+
+class _Seeded(TorchDispatchMode):
+    """Inside, in a trace, random ops take their numbers from a number that the graph draws, and the shard's."""
+
+    def __init__(self, spec: Spec, shard: int | None, generator: torch.Generator, device: torch.device) -> None:
+        super().__init__()
+        if generator is not default_generator(device):
+            raise RuntimeError(
+                f"random numbers for {spec} inside torch.compile, from a generator of the program's: a graph draws "
+                "from the default one only; draw outside of it and pass the numbers, or leave generator= out"
+            )
+        number = torch.randint(1 << 62, (1,), dtype=torch.int64, device=device)
+        for axis in _agreeing_axes(spec):
+            number = spec.mesh.comm(axis).broadcast(number, 0)
+        self.number, self.salt = number, [0 if shard is None else shard + 1, 0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        tensors: list[torch.Tensor] = []
+        given = {k: v for k, v in (kwargs or {}).items() if k != "generator"}
+        text = json.dumps([_as_text(args, tensors), {k: _as_text(v, tensors) for k, v in given.items()}])
+        self.salt[1] += 1
+        got = list(torch.ops.dtensor.seeded(self.number, list(self.salt), str(func), tensors, text))
+        written = [args[i] for i in _written(func)]
+        for target in reversed(written):
+            target.copy_(got.pop())
+        returns = func._schema.returns
+        if not all(str(r.type) == "Tensor" for r in returns):
+            raise RuntimeError(f"{func} inside torch.compile draws random numbers and gives more than tensors")
+        results = [written.pop(0) if r.alias_info is not None else got.pop(0) for r in returns]
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _written(func: Any) -> list[int]:
+    return [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _as_text(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """An argument as JSON has it; tensors are put into `tensors`, torch's constants go by their names."""
+    if isinstance(x, torch.Tensor):
+        tensors.append(x)
+        return "tensor"
+    if isinstance(x, (list, tuple)):
+        return [_as_text(y, tensors) for y in x]
+    return x if x is None or isinstance(x, (bool, int, float)) else f"{type(x).__name__} {x}"
+
+
+def _from_text(x: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(x, list):
+        return [_from_text(y, tensors) for y in x]
+    if not isinstance(x, str):
+        return x
+    kind, _, name = x.partition(" ")
+    if kind == "tensor":
+        return next(tensors)
+    return torch.device(name) if kind == "device" else name if kind == "str" else getattr(torch, name[len("torch.") :])
+
+
+def _drawn(op: str, tensors: Sequence[torch.Tensor], text: str) -> list[torch.Tensor]:
+    """The new tensors that a random op gives, and what becomes of those that it writes."""
+    _, packet, overload = op.split(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload)
+    args, kwargs = json.loads(text)
+    left = iter(tensors)
+    args, kwargs = _from_text(args, left), {k: _from_text(v, left) for k, v in kwargs.items()}
+    for i in _written(func):
+        args[i] = args[i].clone()
+    out = func(*args, **kwargs)
+    written = [args[i] for i in _written(func)]
+    many = out if isinstance(out, (list, tuple)) else [out]
+    return [t for t in many if isinstance(t, torch.Tensor) and not any(t is w for w in written)] + written
+
+
+def _run_in_graph(
+    number: torch.Tensor, salt: Sequence[int], op: str, tensors: Sequence[torch.Tensor], text: str
+) -> list[torch.Tensor]:
+    generator = default_generator(number.device)
+    state = generator.get_state()
+    generator.manual_seed(_mix(_mix(int(number.item()), salt[0]), salt[1]))
+    try:
+        return _drawn(op, tensors, text)
+    finally:
+        generator.set_state(state)
+
+
+_library = torch.library.Library("dtensor", "FRAGMENT")
+_library.define(
+    "seeded(Tensor number, int[] salt, str op, Tensor[] tensors, str arguments) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("seeded", _run_in_graph, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "dtensor::seeded", lambda number, salt, op, tensors, arguments: _drawn(op, tensors, arguments), lib=_library
+)
