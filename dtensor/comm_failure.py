@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dtensor.errors import CollectiveError
+from dtensor.errors import SEE_INPUTS, CollectiveError
 
 __all__ = ["KEPT", "Place", "failed", "note", "recent", "users_line", "watchers"]
 
@@ -74,7 +74,8 @@ def failed(place: Place, kind: str, x: torch.Tensor, error: RuntimeError) -> Run
         f"from: {line}" if line else "",
         f"before it, on this rank: {'; '.join(before)}" if before else "",
         "fix: look at the other ranks of this group: each must issue the same collectives in the same order. One that "
-        "is missing here has ended, or waits elsewhere (in another branch, in another group's collective)",
+        "is missing here has ended, or waits elsewhere (in another branch, in another group's collective); "
+        + SEE_INPUTS,
     ]
     head = f"{kind} over {_over(place)}, of which this is rank {place.ranks[place.rank]}: the group did not finish it"
     return CollectiveError("\n  ".join([head, *(f for f in facts if f)]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -174,6 +175,24 @@ def _refuse_written(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
             )  # fmt: skip
 
 
+def _owner(t: torch.Tensor) -> str:
+    """Which parameter of which module that is running `t` is, or a view of; "" where it is none."""
+    frame, name, owner, path = sys._getframe(1), "", None, ""
+    while frame is not None:
+        part = frame.f_locals.get("self")
+        if isinstance(part, torch.nn.Module):
+            if owner is None:
+                own = itertools.chain(part._parameters.items(), part._buffers.items())
+                name = next((n for n, p in own if p is not None and (p is t or p is t._base)), "")
+                owner = part if name else None
+            elif part is not owner:
+                path = next((n for n, m in part.named_modules() if m is owner), path)
+        frame = frame.f_back
+    if owner is None:
+        return ""
+    return f"it is {name!r} of " + (f"{path!r} ({type(owner).__name__})" if path else type(owner).__name__)
+
+
 def _mixed(
     info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, by_torch: bool = False
 ) -> MixedTensorError:
@@ -192,8 +211,20 @@ def _mixed(
         )
     else:
         rule = f"got mixed torch.Tensor and DTensor; every tensor of one operation must be a DTensor, {at} is plain"
+        owner = _owner(value_at(args, kwargs, place))
+        if owner:
+            rule = f"{rule}: {owner}"
         fix = (
-            "distribute_tensor(x, mesh, placements) for the plain tensor, "
+            ("name that module in the plan, or distribute_module(module, mesh); or " if owner else "")
+            + "distribute_tensor(x, mesh, placements) for the plain tensor, "
             "or run inside dtensor.experimental.implicit_replication()"
         )
+        logits = args[0] if args else None
+        if info.name.startswith(_LOSSES) and is_dtensor(logits):
+            c = 1 if logits.ndim > 1 else 0
+            if any(getattr(p, "dim", None) == c for p in logits._spec.placements):
+                fix = f"with dtensor.loss.loss_parallel(): around the loss, whose logits are cut by class; or {fix}"
     return MixedTensorError(explain_error(info.name, layouts(args, kwargs), rule, fix))
+
+
+_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss")

@@ -7,7 +7,9 @@ that the call, the rule and the fix stay.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 __all__ = [
@@ -54,11 +56,47 @@ def _cut(text: str, limit: int) -> str:
     return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
 
 
+SEE_INPUTS = (
+    "where modules under a plan may have been given inputs that differ between ranks: DTENSOR_CHECK_INPUTS=first in "
+    'the environment, or parallelize_module(..., check_inputs="first"), compares them'
+)
+"""What to do about errors that may come from such inputs."""
+
+
 class _Bounded(Exception):
-    """An error whose text is `bounded`."""
+    """An error whose text is `bounded`, and names `dtensor.swap` where torch's data parallelism led to it."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(bounded(a) if isinstance(a, str) else a for a in args))
+        text = str(args[0]) if args else "dtensor.swap"
+        asked = text.startswith("fsdp.") or _inside_data_parallel(sys._getframe(1))
+        more = WITHOUT_SWAP if asked and "dtensor.swap" not in text else ""
+        super().__init__(*(bounded(a, LIMIT - len(more)) + more if isinstance(a, str) else a for a in args))
+
+
+WITHOUT_SWAP = (
+    "\n  rule: torch's fully_shard, replicate, FSDP and DDP know torch's own DTensor only\n"
+    "  fix: use dtensor.swap: python -m dtensor.swap program.py, or dtensor.swap.install() before all other imports"
+)
+
+
+def _inside_data_parallel(frame: FrameType | None) -> bool:
+    """Whether one of torch's modules for data parallelism called, not through a module of the program, without swap."""
+    swap = sys.modules.get("dtensor.swap")
+    if swap is not None and swap.installed():
+        return False
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HERE:
+        if str(frame.f_globals["__name__"]).startswith(DATA_PARALLEL):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_HERE = ("torch", "dtensor", "parallel", "loss", "propagation_rules", "contextlib", "functools")
+DATA_PARALLEL = (
+    "torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel.distributed",
+    "torch.distributed.algorithms.ddp_comm_hooks", "torch.distributed.utils",
+)  # fmt: skip
+"""Modules of torch that hand out `fully_shard`, `replicate`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
 
 
 class CollectiveError(_Bounded, RuntimeError):

@@ -124,7 +124,8 @@ class _Replacing(threading.local):
 
 
 _replacing = _Replacing()
-_VARIABLES = (FrameType, CellType, GeneratorType)
+_VARIABLES = (FrameType, CellType, GeneratorType, tuple)
+"""What holds a parameter for a variable; a tuple does for the arguments of a call, which an old traceback keeps."""
 
 Owned = tuple[str, nn.Module, str]
 """The name of a parameter, the module that has it, and its name there."""

@@ -7,7 +7,8 @@
     import torch.distributed.tensor.parallel as tp          import dtensor.parallel as tp
     dist.init_device_mesh("cpu", (2,))                      dtensor.init_device_mesh("cpu", (2,))
 
-What has no counterpart is left as it is and named, with its line; the exit status is then 1. Only import statements and
+What has no counterpart is left as it is and named, with its line; the exit status is then 1. So are `fully_shard`,
+`replicate`, FSDP and DDP, which work with this engine under `dtensor.swap` only. Only import statements and
 dotted names change; comments, strings and layout stay.
 """
 
@@ -38,6 +39,9 @@ PACKAGES = {
 }
 """Modules of torch that have one of ours with the same names."""
 ALSO_IN_DISTRIBUTED = ("DeviceMesh", "init_device_mesh")
+SWAP_ONLY = ("fully_shard", "replicate", "FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel")
+"""What torch has for data parallelism. It knows torch's DTensor only, and ours under `dtensor.swap`."""
+SWAP_HOMES = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 
 
 @dataclass
@@ -68,6 +72,14 @@ def _home(module: str, name: str) -> tuple[str, str] | None:
                     return package, attribute
             return there, attribute
     return None
+
+
+NEEDS_SWAP = " (knows torch's DTensor only: use dtensor.swap, for which the program stays as it is)"
+
+
+def _under_swap_only(module: str, name: str) -> bool:
+    """Whether `name` of a module of torch is data parallelism of torch's, or `*` may be."""
+    return is_under(module, SWAP_HOMES) and (name in SWAP_ONLY or name == "*")
 
 
 class _Porter:
@@ -137,7 +149,9 @@ class _Porter:
                 self.modules[name], self.kept[name] = whole, PACKAGES[whole]
                 changed = True
             else:
-                if is_under(module, ROOTS) or is_under(whole, ROOTS):
+                if _under_swap_only(module, alias.name):
+                    self.left.append((node.lineno, f"from {module} import {alias.name}{NEEDS_SWAP}"))
+                elif is_under(module, ROOTS) or is_under(whole, ROOTS):
                     self.left.append((node.lineno, f"from {module} import {alias.name}"))
                 self.modules[name] = whole
                 groups.setdefault(module, []).append(alias.name + suffix)
@@ -183,6 +197,9 @@ class _Porter:
         extra = len(head.split(".")) - 1
         for n in range(len(names) - 1, extra, -1):
             module, name = ".".join(names[:n]), names[n]
+            if _under_swap_only(module, name):
+                self.left.append((node.lineno, f"{'.'.join(parts)}{NEEDS_SWAP}"))
+                return
             home = _home(module, name)
             if home is None:
                 continue

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from dtensor.errors import SEE_INPUTS
 from dtensor.rank_streams import RankStreams
 from dtensor.world import fresh_identity
 
@@ -42,7 +43,7 @@ _OURS = tuple(
 ) + (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, threading.__file__, contextvars.__file__)
 
 
-_ADVICE = "All ranks of a group must issue the same collectives in the same order"
+_ADVICE = f"All ranks of a group must issue the same collectives in the same order; {SEE_INPUTS}"
 
 
 class CollectiveMismatch(RuntimeError):

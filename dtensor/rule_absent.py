@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from dtensor.dispatch import OpInfo
-from dtensor.errors import NoRuleError, explain_error
+from dtensor.errors import WITHOUT_SWAP, NoRuleError, explain_error
 from dtensor.factors import Rule
 from dtensor.registry import Call
 from dtensor.reshard_plan import plan_reshard
@@ -111,6 +111,8 @@ def how_to_register(info: OpInfo, call: Call, why: str = NO_RULE) -> str:
         fake = f"torch.library.register_fake({name.replace('.', '::')!r})(f): f makes empty results from the arguments"
         rule = f"dtensor.experimental.register_sharding(torch.ops.{info.name})(f): f lists what may be sharded how"
         return fake if info.entry is not None else f"{fake}; then {rule}"
+    if info.name.startswith("fsdp."):
+        return WITHOUT_SWAP.partition("fix: ")[2]
     if info.name.startswith(("c10d.", "_c10d_functional.")):
         return "collectives take this process's tensors: x.to_local(); or use x.redistribute or x.full_tensor()"
     if not call.outputs or any("." in n for n in call.names):

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.placement import StridedShard
+from dtensor.spec import Spec
 
 from .cross_entropy import cross_entropy
 from .layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved
@@ -44,8 +45,9 @@ __all__ = ["loss_parallel"]
 def loss_parallel() -> Iterator[None]:
     """Inside, `F.cross_entropy` (and `F.nll_loss`) take class-sharded DTensor logits without gathering them.
 
-    Raises, from the loss: ValueError when the class dim is not sharded on exactly one mesh axis or when a plain
-    target meets logits whose rows are sharded too; TypeError when the target is no tensor.
+    Raises, from the loss: ValueError when the class dim is not sharded on exactly one mesh axis, when a plain target
+    meets logits whose rows are sharded too, or where plain logits are this rank's piece of the classes; TypeError when
+    the target is no tensor.
 
     Example:
         >>> with loss_parallel():
@@ -64,6 +66,8 @@ class _LossParallel(TorchFunctionMode):
             logits = args[0] if args else kwargs.get("input")
             if isinstance(logits, DTensor):
                 return (_cross_entropy if func is F.cross_entropy else _nll_loss)(*args, **kwargs)
+            if isinstance(logits, torch.Tensor):
+                return _of_plain(func, logits, args, kwargs)
         if func is _LINEAR:
             return _linear_cross_entropy(*args, **kwargs)
         return func(*args, **kwargs)
@@ -154,6 +158,47 @@ def _whole(weight: DTensor | None) -> DTensor | None:
 def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
     legacy = size_average is not None or reduce is not None
     return _Reduction.legacy_get_string(size_average, reduce) if legacy else reduction
+
+
+# ------------------------------------------------------------ plain logits
+def _of_plain(func: Callable[..., Any], logits: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's loss, for logits that are no DTensor. ValueError where they are this rank's piece of the classes.
+
+    That shows where autograd has kept how they came about; without it, by a target that is out of bounds.
+    """
+    if _is_piece(logits):
+        raise ValueError(_plain_text(func, logits, "this rank's piece of class-sharded logits"))
+    try:
+        return func(*args, **kwargs)
+    except (IndexError, RuntimeError) as error:
+        if type(error) not in (IndexError, RuntimeError):
+            raise
+        raise type(error)(_plain_text(func, logits, f"perhaps this rank's piece; torch says: {error}")) from error
+
+
+def _is_piece(logits: torch.Tensor) -> bool:
+    """Whether `logits` come, by ops of one input, from the local tensor of a DTensor whose classes are cut."""
+    node = logits.grad_fn
+    while node is not None:
+        spec = getattr(node, "spec", None)
+        if isinstance(spec, Spec):
+            local, c = tuple(spec.local_shape), class_dim(logits.ndim)
+            dims = {len(local) - 1} | ({c} if tuple(logits.shape) == local else set())
+            cut = {p.dim for p, k in zip(spec.placements, spec.mesh.shape, strict=True) if k > 1 and hasattr(p, "dim")}
+            return any(d in cut and local[d] == logits.shape[c] for d in dims)
+        before = [n for n, _ in node.next_functions if n is not None]
+        node = before[0] if len(before) == 1 else None
+    return False
+
+
+def _plain_text(func: Callable[..., Any], logits: torch.Tensor, what: str) -> str:
+    return (
+        f"{func.__name__} inside loss_parallel(): the logits are a plain tensor, which is taken as all classes\n"
+        f"  got: {str(logits.dtype).removeprefix('torch.')}{list(logits.shape)}, {what}\n"
+        "  rule: logits that are cut by class must be a DTensor\n"
+        "  fix: ColwiseParallel(use_local_output=False) for the layer that gives them, or "
+        f"DTensor.from_local(logits, mesh, [Shard({class_dim(logits.ndim)})])"
+    )
 
 
 # ------------------------------------------------------------ layouts

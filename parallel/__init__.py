@@ -13,6 +13,7 @@ also_called(__name__)
 
 from dtensor.loss import loss_parallel
 
+from .compare import set_check_inputs
 from .input_reshard import input_reshard
 from .linear import ColwiseParallel, RowwiseParallel
 from .packed import PackedColwiseParallel
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColwiseParallel", "PackedColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
     "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "check_plan", "input_reshard", "loss_parallel",
-    "parallelize_module", "suggest_plan", "unparallelize_module",
+    "parallelize_module", "set_check_inputs", "suggest_plan", "unparallelize_module",
 ]  # fmt: skip
 
 

@@ -11,10 +11,12 @@ A style names one placement per tensor. On a mesh of one axis that is the whole 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.device_mesh import as_mesh
+
+from .compare import Checks
 
 __all__ = ["Others", "StyleAxis", "style_axis"]
 
@@ -25,13 +27,14 @@ Others = Placement | Mapping[str | int, Placement] | None
 class StyleAxis:
     """Axis number `index` of `mesh`. `others`: by axis, how plain tensors lie over it; None where nobody said.
 
-    `check`: the ranks compare plain inputs.
+    `check`: the ranks compare plain inputs; `compared`: what has been compared.
     """
 
     mesh: DeviceMesh
     index: int
     others: tuple[Placement | None, ...]
-    check: bool = False
+    check: Checks = False
+    compared: set[object] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -84,7 +87,7 @@ class StyleAxis:
 
 
 def style_axis(
-    style: object, mesh: object, axis: str | int | None = None, others: Others = None, check: bool = False
+    style: object, mesh: object, axis: str | int | None = None, others: Others = None, check: Checks = False
 ) -> StyleAxis:
     """The axis of `mesh` that `style` works on: its only one, or the one that `axis` names.
 

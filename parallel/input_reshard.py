@@ -26,7 +26,7 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
 from dtensor.device_mesh import as_mesh
-from dtensor.errors import expect, short
+from dtensor.errors import SEE_INPUTS, expect, short
 from dtensor.moved import Watch, memory_version
 
 from .compare import digest
@@ -184,7 +184,7 @@ class _Keeper:
                 f"input_reshard: a plain input of shape {tuple(shape)} was not equal on all ranks of the mesh, so its "
                 "pieces do not make it again\n  rule: plain inputs of the module must be the same on every rank\n"
                 "  fix: do not reshard this module, or pass the input as a DTensor, e.g. "
-                "DTensor.from_local(x, mesh, [Shard(1)])"
+                f"DTensor.from_local(x, mesh, [Shard(1)]); {SEE_INPUTS}"
             )
 
 

@@ -76,7 +76,7 @@ class _WeightStyle(WeightSteps, ParallelStyle):
             )
         raise NotImplementedError(
             f"{type(self).__name__}: knows Linear and Embedding only, and convolutions\n"
-            f"  got: {type(module).__name__}\n"
+            f"  got: {self.of(module).partition(' of ')[2]}\n"
             "  fix: name the Linear or Embedding inside it, pass weight_dims=(output dim, input dim) if it "
             "multiplies by its `weight`, or write a ParallelStyle of your own"
         )
@@ -131,13 +131,13 @@ class _WeightStyle(WeightSteps, ParallelStyle):
         """The hook before forward."""
         given, desired = self._given(kind), self._desired(kind, over.size)
         known = None if kind.inputs is None else (kind.dim, kind.inputs)
-        call = f"{type(self).__name__} of {type(module).__name__}"
+        call = self.of(module)
         on_input(module, lambda x: arranged(x, over, given, desired, call, known))
 
     def _finish(self, module: nn.Module, over: StyleAxis, kind: Kind) -> None:
         """The hook after forward."""
         out, local = self._wanted(kind), self.use_local_output
-        call = f"{type(self).__name__} of {type(module).__name__}"
+        call = self.of(module)
 
         def finish(y: object) -> object:
             if not isinstance(y, DTensor):
@@ -176,6 +176,10 @@ class ColwiseParallel(_WeightStyle):
 
     def _cuts(self, kind: Kind) -> Mapping[str, int]:
         return kind.column
+
+    @property
+    def gives_pieces(self) -> bool:
+        return self.use_local_output and not isinstance(self._told_output, Replicate)
 
     def _desired(self, kind: Kind, ranks: int) -> Placement:
         return Shard(kind.dim) if kind.groups > 1 and kind.groups % ranks == 0 else Replicate()

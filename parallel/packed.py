@@ -103,7 +103,7 @@ class PackedColwiseParallel(ColwiseParallel):
         self._check(module, device_mesh)
         over, kind = self.over(device_mesh), self._kind(module)
         local, out = self.use_local_output, self._told_output
-        call = f"PackedColwiseParallel of {type(module).__name__}"
+        call = self.of(module)
         keep_parts(module, {n: d for n, d in kind.column.items() if module._parameters.get(n) is not None}, self.sizes)
         parts = {n: Shard(kind.column[n.rpartition("_")[0]]) for n in running_order(module)}
         lay_out(module, over, dict(parts), self.src_data_rank)

@@ -20,6 +20,8 @@ from dtensor.errors import expect, short
 from dtensor.module import Owned, owned_parameters, replacing
 
 from .axis import Others
+from .compare import Checks, check_mode
+from .outside import explain_errors
 from .shared_input import share_inputs
 from .style import ParallelStyle
 from .undo import STYLES, hook_ids, note_applied
@@ -39,7 +41,7 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     axis: str | int | None = None,
     others: Others = None,
-    check_inputs: bool = False,
+    check_inputs: Checks = False,
 ) -> nn.Module:
     """Lay `module` out over `device_mesh` as `parallelize_plan` says, in place, and return it.
 
@@ -54,8 +56,10 @@ def parallelize_module(
             tensors lie over the other ones: one placement, or a mapping from axes to placements. Parameters are
             replicated over the other axes, and their gradients are reduced over them. Without `others` the module
             takes DTensors only.
-        check_inputs: in every call the ranks compare their plain inputs, which costs a small gather each: replicas must
-            be equal and pieces even, else ValueError on all ranks. For finding mistakes.
+        check_inputs: "first": in the first call with inputs of a shape the ranks compare their plain inputs, which
+            costs a small gather each: replicas must be equal and pieces even, else ValueError on all ranks. True: in
+            every call, for finding mistakes. `set_check_inputs` and the environment variable DTENSOR_CHECK_INPUTS say
+            so for all modules.
 
     Raises, before anything is changed: ValueError for a path that names no module, a mesh of several axes without
     `axis`, a parameter that is a DTensor of another mesh, or a shared parameter that would get two layouts;
@@ -72,6 +76,7 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module: parallelize_plan is None, so the module is left as it is", stacklevel=2)
         return module
+    check_inputs = check_mode(check_inputs, "parallelize_module(check_inputs=)")
     steps = list(_steps(module, parallelize_plan))
     for _, _, style in steps:
         style.src_data_rank, style.axis, style.others, style.check_inputs = src_data_rank, axis, others, check_inputs
@@ -84,12 +89,13 @@ def parallelize_module(
         for tie in ties:
             _tie_again(tie)
     share_inputs(module, [part for part in module.modules() if STYLES in part.__dict__])
+    explain_errors(module)
     return module
 
 
 def _apply(module: nn.Module, path: str, target: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
     """Apply one style; where it gives another module back, that takes the target's place. Gives the root."""
-    before = hook_ids(target)
+    style.path, before = path, hook_ids(target)
     done = style._apply(target, mesh)
     note_applied(target if done is None else done, style, before)
     if done is None or done is target:
@@ -179,6 +185,7 @@ def _no_match(module: nn.Module, path: str) -> str:
 def _check(steps: list[Step], mesh: DeviceMesh) -> None:
     seen: dict[int, str] = {}
     for path, target, style in steps:
+        style.path = path
         style._check(target, mesh)
         if not style.lays_out_parameters:
             continue

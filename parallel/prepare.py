@@ -118,7 +118,7 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
         if replaced(self, InputSteps):
             return self._apply_steps(module, device_mesh)
         over, local = self.over(device_mesh), self.use_local_output
-        call = f"PrepareModuleInput of {type(module).__name__}"
+        call = self.of(module)
         given, desired = self.input_layouts, self.desired_input_layouts
         kwargs_given, kwargs_desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
 
@@ -179,7 +179,7 @@ class PrepareModuleOutput(OutputSteps, ParallelStyle):
         if replaced(self, OutputSteps):
             return self._apply_steps(module, device_mesh)
         over, local = self.over(device_mesh), self.use_local_output
-        call = f"PrepareModuleOutput of {type(module).__name__}"
+        call = self.of(module)
         given, desired = self.output_layouts, self.desired_output_layouts
 
         def hook(_: nn.Module, args: tuple[object, ...], output: object) -> object:
@@ -237,6 +237,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in (self.prepare_module_input, self.prepare_module_output):
             part.axis, part.others, part.check_inputs = self.axis, self.others, self.check_inputs
+            part.path = self.path
             part._apply(module, device_mesh)
         return module
 

@@ -42,7 +42,7 @@ class SequenceParallel(SequenceSteps, ParallelStyle):
         if replaced(self, SequenceSteps):
             return self._apply_steps(module, device_mesh)
         over, layout, local = self.over(device_mesh), self.sequence_sharding[0], self.use_local_output
-        call = f"SequenceParallel of {type(module).__name__}"
+        call = self.of(module)
 
         def prepare(x: object) -> object:
             if not isinstance(x, torch.Tensor):

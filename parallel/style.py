@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from dtensor.errors import short
+from dtensor.errors import SEE_INPUTS, short
 from dtensor.placement import StridedShard
 from dtensor.strides import stride_like
 
 from .axis import Others, StyleAxis, style_axis
-from .compare import compare_inputs
+from .compare import Checks, checking, compare_inputs
 from .shared_input import shared
 
 __all__ = [
@@ -42,15 +42,27 @@ class ParallelStyle(ABC):
             without communication.
         axis, others: which axis of a mesh of several the style works on, and how plain tensors lie over the
             other ones; `over(mesh)` puts them together.
-        check_inputs: the ranks compare their plain inputs in every call.
+        check_inputs: the ranks compare their plain inputs in every call, or ("first") in the first of each shape.
+        path: of the module that the style is applied to, in the module that the plan is for.
     """
 
     src_data_rank: int | None = 0
     axis: str | int | None = None
     others: Others = None
-    check_inputs: bool = False
+    check_inputs: Checks = False
+    path: str = ""
     lays_out_parameters: ClassVar[bool] = False
     keeps_ties: bool = True
+
+    @property
+    def gives_pieces(self) -> bool:
+        """Whether the module's plain output is this rank's piece of what it gives in one process."""
+        return False
+
+    def of(self, module: nn.Module) -> str:
+        """What an error says of `module` under this style: `ColwiseParallel of 'layers.0.up' (Linear)`."""
+        kind = type(module).__name__
+        return f"{type(self).__name__} of " + (f"{self.path!r} ({kind})" if self.path else kind)
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -84,7 +96,7 @@ def check_fresh(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh
     mesh = style.over(device_mesh).mesh
     if getattr(module, APPLIED, False):
         raise RuntimeError(
-            f"{type(style).__name__}: this {type(module).__name__} already has a parallel style "
+            f"{style.of(module)}: the module already has a parallel style "
             "(or went through distribute_module)\n  rule: a module is laid out once\n"
             "  fix: name it once in the plan; a module that is used in two places is parallelized in one of them; "
             "unparallelize_module(module) takes a plan off again"
@@ -92,7 +104,7 @@ def check_fresh(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh
     for name, param in module.named_parameters():
         if isinstance(param, DTensor) and param.device_mesh != mesh:
             raise ValueError(
-                f"{type(style).__name__}: {type(module).__name__}.{name} is a DTensor of another mesh already\n"
+                f"{style.of(module)}: its {name} is a DTensor of another mesh already\n"
                 f"  got: {param.device_mesh!r}, asked for {mesh!r}\n"
                 "  fix: parallelize before anything else distributes the module, or unparallelize_module(module) first"
             )
@@ -128,23 +140,47 @@ def wrap(
     """`x` as a DTensor: a DTensor is returned as it is, a plain tensor is taken as this rank's piece of `layout`.
 
     known: (a dim counted from the end, its global size). A piece that is cut there then needs not be even.
-    Raises TypeError for something else, ValueError when the piece does not fit `known`.
+    Raises TypeError for something else, ValueError when the tensor does not fit `known`.
     """
     if isinstance(x, DTensor):
+        if known is not None and x.ndim + known[0] >= 0 and x.shape[known[0]] != known[1]:
+            raise ValueError(_other_features(str(x._spec), x.shape[known[0]], over, known, call))
         return x
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{call}: expected a tensor to lay out as {layout}, got {type(x).__name__}")
     placed = over.piece(layout, call)
     dim = x.ndim if known is None else x.ndim + known[0]
     cut = known is not None and isinstance(layout, Shard) and 0 <= dim < x.ndim and layout.dim % x.ndim == dim
-    if over.check:
+    mode = over.check or checking()
+    told = (call, tuple(placed), x.shape, x.dtype)
+    if mode is True or mode and told not in over.compared:
         compare_inputs(x, over.mesh, placed, call, dim if cut else None)
+        over.compared.add(told)
+    if known is not None and not cut and 0 <= dim and x.shape[dim] != known[1]:
+        raise ValueError(_other_features(f"{x.dtype} {list(x.shape)}", x.shape[dim], over, known, call))
     if known is None or not cut:
         return DTensor.from_local(x, over.mesh, placed, run_check=False)
     _check_piece(x.shape[dim], over, known, call)
     shape = [known[1] if d == dim else over.extent(n, d, x.ndim) for d, n in enumerate(x.shape)]
     stride = stride_like(x, tuple(shape))
     return DTensor.from_local(x, over.mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _other_features(got: str, size: int, over: StyleAxis, known: tuple[int, int], call: str) -> str:
+    dim, features = known
+    piece = size in {-(-features // over.size), features // over.size}
+    told = f", which is the size of one rank's piece of {features}" if piece else ""
+    fix = (
+        "  fix: RowwiseParallel() for this module, which takes pieces; or ColwiseParallel(output_layouts=Replicate()) "
+        f"for the one before; or input_layouts=Shard({dim}) here, which gathers them"
+        if piece
+        else "  fix: pass what the module takes in one process, or name in the plan which of its layers are cut"
+    )
+    return (
+        f"{call}: the input has {size} features on dim {dim}, where the module takes {features} (in_features)\n"
+        f"  got: {got}{told}\n"
+        f"  rule: a column-wise layer takes a whole input, and gives each rank a piece of its output\n{fix}"
+    )
 
 
 def _check_piece(size: int, over: StyleAxis, known: tuple[int, int], call: str) -> None:
@@ -160,7 +196,7 @@ def _check_piece(size: int, over: StyleAxis, known: tuple[int, int], call: str) 
         f"{call}: a plain input is taken as this rank's piece of dim {dim}, which is cut\n"
         f"  got: a size of {size} there{whole}\n"
         f"  rule: rank {r} of {k} holds {want} of the module's {features} input features\n"
-        "  fix: pass the piece, a DTensor, or the input_layouts that the tensor really has"
+        f"  fix: pass the piece, a DTensor, or the input_layouts that the tensor really has; {SEE_INPUTS}"
     )
 
 

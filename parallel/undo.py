@@ -18,7 +18,7 @@ from dtensor.module import owned_parameters, replacing
 
 from .style import APPLIED, ParallelStyle
 
-__all__ = ["STYLES", "HookIds", "hook_ids", "note_applied", "unparallelize_module"]
+__all__ = ["PATH", "STYLES", "HookIds", "hook_ids", "note_applied", "unparallelize_module"]
 
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_pre_hooks",
@@ -28,7 +28,7 @@ BESIDE = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
-ADDED, STYLES = "_parallel_hooks", "_parallel_styles"
+ADDED, STYLES, PATH = "_parallel_hooks", "_parallel_styles", "_parallel_path"
 
 HookIds = dict[tuple[int, str], set[int]]
 
@@ -77,6 +77,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
 def _undo_one(part: nn.Module, done: dict[int, nn.Parameter | torch.Tensor]) -> None:
     _remove_hooks(part)
     part.__dict__.pop(APPLIED, None)
+    part.__dict__.pop(PATH, None)
     for name, param in list(part._parameters.items()):
         if isinstance(param, DTensor):
             part._parameters[name] = cast(nn.Parameter, _once(done, param, _plain_parameter))

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_parallel_styles import on_ranks
 from torch import nn
 
@@ -25,6 +28,9 @@ from dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from dtensor.errors import LayoutError
+from dtensor.experimental import implicit_replication
+from dtensor.loss import loss_parallel
 from dtensor.parallel import (
     ColwiseParallel,
     PackedColwiseParallel,
@@ -144,7 +150,7 @@ def test_only_what_would_be_lost_is_told() -> None:
 
 
 # ------------------------------------------------------------ the world
-def said(run: Callable[[], Any], kind: type[Exception], *words: str) -> str:
+def said(run: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> str:
     """The text of the error of that kind that `run` raises, which has these words."""
     with pytest.raises(kind) as error:
         run()
@@ -248,3 +254,236 @@ def test_what_is_no_plan() -> None:
         wrong = (3, "colwise", [ColwiseParallel()], {"0": nn.Linear(2, 2)}, {0: ColwiseParallel()}, {"0": "x" * 9999})
         for plan in wrong:
             said(lambda plan=plan: parallelize_module(net, mesh, plan), TypeError, "ParallelStyle")  # type: ignore[misc]
+
+
+# ------------------------------------------------------------ columns alone or twice, modules outside of the plan
+def net_of(*parts: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*parts)
+
+
+Colwise, Rowwise = ColwiseParallel, RowwiseParallel
+COLUMNS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, tuple[str, ...], list[dict[str, Any]]]] = {
+    "twice": (
+        lambda: net_of(nn.Linear(8, 16), nn.Linear(16, 6)),
+        {"0": Colwise(), "1": Colwise()},
+        (4, 8),
+        ("ColwiseParallel of '1' (Linear)", "takes 16 (in_features)", "one rank's piece of 16"),
+        [{"1": Rowwise()}, {"0": Colwise(output_layouts=R)}, {"1": Colwise(input_layouts=Shard(-1))}],
+    ),
+    "twice, uneven": (
+        lambda: net_of(nn.Linear(8, 7), nn.Linear(7, 6)),
+        {"0": Colwise(), "1": Colwise()},
+        (4, 8),
+        ("ColwiseParallel of '1' (Linear)", "takes 7 (in_features)", "one rank's piece of 7"),
+        [{"1": Rowwise()}, {"0": Colwise(output_layouts=R)}],
+    ),
+    "twice, convolutions": (
+        lambda: net_of(nn.Conv1d(2, 8, 3), nn.Conv1d(8, 4, 3)),
+        {"0": Colwise(), "1": Colwise()},
+        (2, 2, 9),
+        ("ColwiseParallel of '1' (Conv1d)", "one rank's piece of 8"),
+        [{"1": Rowwise()}, {"0": Colwise(output_layouts=R)}, {"1": Colwise(input_layouts=Shard(-2))}],
+    ),
+    "alone": (
+        lambda: net_of(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6)),
+        {"0": Colwise()},
+        (4, 8),
+        (
+            "in: '2' (Linear), which the plan does not name",
+            "\n  fix: name it in the plan, e.g. '2': Row",
+        ),
+        [{"2": Rowwise()}, {"0": Colwise(output_layouts=R)}],
+    ),
+    "alone, deep": (
+        lambda: net_of(net_of(nn.Linear(8, 16)), net_of(nn.LayerNorm(16), nn.Linear(16, 6))),
+        {"0.0": Colwise()},
+        (4, 8),
+        ("in: '1.0' (LayerNorm), which the plan does not name",),
+        [{"0.0": Colwise(output_layouts=R)}],
+    ),
+    "a DTensor outside": (
+        lambda: net_of(nn.Linear(8, 16), nn.Linear(16, 6)),
+        {"0": Colwise(use_local_output=False)},
+        (4, 8),
+        (
+            "it is 'bias' of '1' (Linear)",
+            "in: '1' (Linear), which the plan does not name",
+            "name that module in the plan",
+        ),
+        [{"1": Rowwise()}, {"0": Colwise(output_layouts=R)}],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_that_nobody_takes(case: str) -> None:
+    make, plan, shape, words, fixes = COLUMNS[case]
+
+    def f(mesh: DeviceMesh) -> None:
+        x, net = torch.arange(prod(shape)).reshape(shape) / 10, make()
+        want = net(x)
+        parallelize_module(net, mesh, plan)
+        for _ in range(2):
+            said(lambda: net(x), (RuntimeError, ValueError), *words)
+        report = check_plan(make(), plan, mesh, x)
+        assert not report and all(word in str(report) for word in words)
+        for fix in fixes:
+            net = parallelize_module(make(), mesh, {**plan, **fix})
+            y = net(x)
+            if y.shape != want.shape:  # a piece, of the last of two column-wise layers
+                y = DTensor.from_local(y, mesh, [Shard(1)]).full_tensor()
+            y = y.full_tensor() if isinstance(y, DTensor) else y
+            torch.testing.assert_close(y, want)
+
+    on_ranks(f, 2)
+
+
+class Heads(nn.Module):
+    """Attention's bookkeeping without the attention."""
+
+    def __init__(self, local: bool) -> None:
+        super().__init__()
+        self.q, self.o, self.local = nn.Linear(8, 16), nn.Linear(16, 8), local
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        q = q.view(*x.shape[:-1], -1, 4) if self.local else q.view(*x.shape[:-1], 4, 4)
+        return self.o(q.softmax(-2).flatten(-2))  # type: ignore[no-any-return]
+
+
+def test_whole_heads_of_a_piece() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        plan: Any = {"0.q": ColwiseParallel(), "0.o": RowwiseParallel()}
+        net = parallelize_module(net_of(Heads(False)), mesh, plan)
+        words = "in: '0' (Heads), which the plan", "what q gives", "view(b, t, -1, head_dim)"
+        said(lambda: net(torch.ones(2, 3, 8)), RuntimeError, *words)
+        assert parallelize_module(net_of(Heads(True)), mesh, plan)(torch.ones(2, 3, 8)).shape == (2, 3, 8)
+
+    on_ranks(f, 2)
+
+
+def test_a_plain_module_without_a_plan_is_named() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        net = net_of(nn.Linear(8, 4))
+        x = distribute_tensor(torch.ones(2, 8), mesh, [Shard(0)])
+        words = "it is 'bias' of '0' (Linear)", "distribute_module(module, mesh)"
+        said(lambda: net(x), LayoutError, *words)
+        with implicit_replication():
+            assert net(x).shape == (2, 4)
+        assert distribute_module(net, mesh)(x).shape == (2, 4)
+
+    on_ranks(f, 2)
+
+
+def test_errors_of_others_are_left_alone() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    def f(mesh: DeviceMesh) -> None:
+        net = net_of(nn.Linear(8, 16), nn.Linear(16, 8), Raises())
+        parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        with pytest.raises(KeyError, match="^'mine'$"):
+            net(torch.ones(2, 8))
+        try:
+            raise RuntimeError("before")
+        except RuntimeError as error:
+            net[:2](torch.ones(2, 8))
+            assert str(error) == "before"
+        plain = unparallelize_module(net)
+        assert not any(m._forward_hooks for m in plain.modules())
+
+    on_ranks(f, 2)
+
+
+# ------------------------------------------------------------ losses
+def whole_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with loss_parallel():
+        return F.cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("way", ["as it is", "float", "flat", "spatial", "log_softmax", "no_grad"])
+def test_plain_pieces_of_logits(way: str) -> None:
+    def f(mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        head, x, target = nn.Linear(4, 7), torch.randn(2, 3, 4), torch.tensor([0, 1, 2, 0, 1, 6])
+        want = F.cross_entropy(head(x).flatten(0, 1), target)
+        parallelize_module(head, mesh, ColwiseParallel())
+        change: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "float": lambda y: y.flatten(0, 1).float() / 1.5, "spatial": lambda y: y.view(1, 6, -1).transpose(1, 2),
+        }  # fmt: skip
+        logits = change.get(way, lambda y: y.flatten(0, 1))(head(x))
+        loss = F.nll_loss if way == "log_softmax" else F.cross_entropy
+        logits = logits.log_softmax(-1) if way == "log_softmax" else logits
+        logits = logits.detach() if way == "no_grad" else logits
+        target = target[None] if way == "spatial" else target
+        error = IndexError if way == "no_grad" else ValueError
+        if way != "no_grad":  # targets that no rank finds out of bounds
+            with loss_parallel():
+                said(lambda: loss(logits, target.clamp(max=1)), error, "this rank's piece")
+        with loss_parallel():
+            words = "the logits are a plain tensor", "ColwiseParallel(use_local_output=False)", "[Shard(1)]"
+            said(lambda: loss(logits, target), error, *words)
+        logits = DTensor.from_local(head(x).flatten(0, 1), mesh, [Shard(1)], shape=(6, 7), stride=(7, 1))
+        torch.testing.assert_close(whole_loss(logits, target.flatten()).full_tensor(), want)
+        unparallelize_module(head)
+        parallelize_module(head, mesh, ColwiseParallel(use_local_output=False))
+        torch.testing.assert_close(whole_loss(head(x).flatten(0, 1), target.flatten()).full_tensor(), want)
+
+    on_ranks(f, 2)
+
+
+def test_whole_plain_logits_pass() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        layer = parallelize_module(nn.Linear(4, 7), mesh, ColwiseParallel(output_layouts=R))
+        for logits in (torch.randn(3, 5), layer(torch.randn(3, 4)), nn.Linear(4, 5)(torch.randn(3, 4))):
+            target = torch.tensor([0, 1, 4])
+            torch.testing.assert_close(whole_loss(logits, target), F.cross_entropy(logits, target))
+
+    on_ranks(f, 2)
+
+
+def test_class_sharded_logits_without_the_context() -> None:
+    def f(mesh: DeviceMesh) -> None:
+        plain, target = torch.arange(12.0).reshape(3, 4).sin(), torch.tensor([0, 1, 3])
+        logits = distribute_tensor(plain, mesh, [Shard(1)])
+        text = said(lambda: F.cross_entropy(logits, target), LayoutError, "'target'", "is plain")
+        assert "fix: with dtensor.loss.loss_parallel():" in text
+        torch.testing.assert_close(whole_loss(logits, target).full_tensor(), F.cross_entropy(plain, target))
+        rows = distribute_tensor(plain, mesh, [Shard(0)])
+        assert "loss_parallel" not in said(lambda: F.cross_entropy(rows, target), LayoutError, "fix: distribute_tensor")
+
+    on_ranks(f, 2)
+
+
+# ------------------------------------------------------------ torch's data parallelism
+TOGETHER = """
+import torch, torch.distributed as dist, torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from dtensor import init_device_mesh
+from dtensor.parallel import parallelize_module, ColwiseParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+try:
+    torch.ops.fsdp.chunk_cat([net[0].weight], 0, 1, out=torch.empty(4, 4))
+except Exception as error:
+    print("fsdp.chunk_cat", "dtensor.swap.install()" in str(error), error)
+fully_shard(net, mesh=mesh["dp"])
+net(torch.ones(2, 4)).sum().backward()
+print("RAN")
+"""
+
+
+def test_fully_shard_without_swap(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TOGETHER)
+    out = []
+    for way in ([], ["-m", "dtensor.swap"]):
+        run = [sys.executable, *way, "program.py"]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+        out.append(done.stdout + done.stderr)
+    assert "use dtensor.swap: python -m dtensor.swap program.py" in out[0] and "RAN" not in out[0], out[0]
+    assert "fsdp.chunk_cat True" in out[0], out[0]
+    assert "RAN" in out[1], out[1]

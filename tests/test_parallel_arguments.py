@@ -22,6 +22,7 @@ from dtensor import (
     init_device_mesh,
     simulate,
 )
+from dtensor.debug import CommDebugMode
 from dtensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -31,6 +32,7 @@ from dtensor.parallel import (
     SequenceParallel,
     input_reshard,
     parallelize_module,
+    set_check_inputs,
 )
 
 R, P, S = Replicate(), Partial(), Shard
@@ -221,3 +223,69 @@ def test_inputs_are_compared_over_all_axes() -> None:
             net(torch.full((2, 8), float(mesh.get_rank() == 3)))
 
     simulate(4)(f)
+
+
+HOW: dict[str, Any] = {"argument": "first", "switch": False, "environment": False}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_first_call_of_each_shape_is_compared(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one module, for all by a switch, for all by the environment: one gather a shape and dtype, and no more."""
+    if how == "environment":
+        monkeypatch.setenv("DTENSOR_CHECK_INPUTS", "first")
+
+    def gathers(net: nn.Module, x: torch.Tensor) -> int:
+        with CommDebugMode() as comm:
+            net(x)
+        return comm.get_total_counts()
+
+    def f(mesh: DeviceMesh) -> None:
+        r = mesh.get_local_rank()
+        net = parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel(), check_inputs=HOW[how])
+        other = parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel(), check_inputs=HOW[how])
+        assert [gathers(net, torch.ones(n, 8)) for n in (2, 2, 3, 2, 3)] == [1, 0, 1, 0, 0]
+        assert [gathers(other, torch.ones(n, 8)) for n in (2, 2)] == [1, 0]
+        for x, text in (
+            (torch.full((4, 8), float(r)), "of different values"), (torch.ones(4 + r, 8), r"of shapes \[4, 8\] and"),
+            (torch.ones(5, 8, dtype=torch.float64 if r == 3 else torch.int64), "of different dtypes"),
+        ):  # fmt: skip
+            for _ in range(2):  # what did not go together is compared again
+                with pytest.raises(ValueError, match=text):
+                    net(x)
+
+    set_check_inputs("first" if how == "switch" else None)
+    try:
+        on_ranks(f)
+    finally:
+        set_check_inputs(None)
+
+
+def test_modes_of_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(mesh: DeviceMesh) -> None:
+        for mode in ("always", 2, None):
+            with pytest.raises(ValueError, match='True, False or "first"'):
+                parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel(), check_inputs=mode)  # type: ignore[arg-type]
+        net = parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel())
+        with pytest.raises(ValueError, match="must be first, 1 or 0"):
+            net(torch.ones(2, 8))
+
+    with pytest.raises(ValueError, match="set_check_inputs"):
+        set_check_inputs("second")  # type: ignore[arg-type]
+    monkeypatch.setenv("DTENSOR_CHECK_INPUTS", "yes")
+    on_ranks(f, 2)
+
+
+def test_errors_that_may_come_from_inputs_say_how_to_see() -> None:
+    def shapes() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        net = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel(input_layouts=R))
+        net(torch.ones(2 + mesh.get_rank(), 8))
+
+    with pytest.raises(RuntimeError, match=r'DTENSOR_CHECK_INPUTS=first .* check_inputs="first"'):
+        simulate(2)(shapes)
+    set_check_inputs("first")
+    try:
+        with pytest.raises(ValueError, match=r"of shapes \[2, 8\] and \[3, 8\]"):
+            simulate(2)(shapes)
+    finally:
+        set_check_inputs(None)

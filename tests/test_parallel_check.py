@@ -99,9 +99,10 @@ def test_the_report() -> None:
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "layouts that do not meet": (
-        {"up": ColwiseParallel(), "down": RowwiseParallel(input_layouts=R)}, "fails: down: RuntimeError"),
+        {"up": ColwiseParallel(), "down": RowwiseParallel(input_layouts=R)},
+        "fails: down: ValueError: RowwiseParallel of 'down' (Linear): the input has 16 features"),
     "whole for a piece": (
-        {"down": RowwiseParallel()}, "fails: down: ValueError: RowwiseParallel of Linear: a plain input is taken as"),
+        {"down": RowwiseParallel()}, "fails: down: ValueError: RowwiseParallel of 'down' (Linear): a plain input"),
     "a module it does not know": ({"": ColwiseParallel()}, "fails: NotImplementedError: ColwiseParallel: knows Linear"),
     "twice": ({"up": ColwiseParallel(), "u*": ColwiseParallel()}, "fails: RuntimeError: parallelize_module: the plan"),
     "names": ({"no": ColwiseParallel(), "up.x": ColwiseParallel()}, "matches nothing: 'no'\nmatches nothing: 'up.x'"),

@@ -77,6 +77,15 @@ def test_port(old: str, new: str | None) -> None:
         ("from torch.distributed.tensor.experimental import context_parallel, local_map\n", 1, "context_parallel"),
         ("\nimport torch\ntorch.distributed.tensor._ops.utils.x\n", 3, "torch.distributed.tensor._ops.utils.x"),
         ("import torch.distributed.tensor._ops as ops\nops.x\n", 1, "torch.distributed.tensor._ops"),
+        ("from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy\n", 1, "fully_shard (knows"),
+        ("from torch.distributed._composable.fsdp import fully_shard as fs\n", 1, "use dtensor.swap"),
+        ("from torch.distributed._composable.replicate import replicate\n", 1, "replicate (knows"),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP\n", 1, "DistributedDataParallel (knows"),
+        ("import torch\nfrom torch import nn\nnn.parallel.DistributedDataParallel(1)\n", 3, "use dtensor.swap"),
+        ("import torch.distributed.fsdp as fsdp\nfsdp.FullyShardedDataParallel(1)\n", 2, "use dtensor.swap"),
+        ("import torch\ntorch.distributed.fsdp.fully_shard(1)\n", 2, "use dtensor.swap"),
+        ("from torch.distributed import fsdp\nfsdp.fully_shard(1)\n", 2, "use dtensor.swap"),
+        ("from torch.distributed.fsdp import *\n", 1, "use dtensor.swap"),
         ("import torch.distributed as dist\ndef f(dtensor):\n    dist.init_device_mesh('cpu', (1,))\n", 3, "another"),
     ],
 )
@@ -99,7 +108,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_ported_program_is_like_the_tests_of_this_engine() -> None:
-    """The programs that run unmodified under `dtensor.swap` port without anything left."""
+    """The programs that run unmodified under `dtensor.swap` port, but for what runs there only."""
     for path in (Path(__file__).parent / "programs").glob("*.py"):
         ported = port(path.read_text())
-        assert not ported.left and "torch.distributed.tensor" not in ported.text.split('"""')[2]
+        assert all("use dtensor.swap" in text for _, text in ported.left)
+        assert "torch.distributed.tensor" not in ported.text.split('"""')[2]

@@ -215,7 +215,12 @@ def examples() -> list[Any]:
 
 @pytest.mark.parametrize("code", examples())
 def test_examples_run(code: str) -> None:
-    exec(compile(code, "docs/styles", "exec"), {"__name__": "example"})
+    """With the inputs of all ranks compared."""
+    parallel.set_check_inputs("first")
+    try:
+        exec(compile(code, "docs/styles", "exec"), {"__name__": "example"})
+    finally:
+        parallel.set_check_inputs(None)
 
 
 def test_every_style_has_a_page_that_the_index_names() -> None:

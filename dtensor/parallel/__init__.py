@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallel import loss_parallel as loss_parallel
     from parallel import parallelize_module as parallelize_module
     from parallel import plan as plan
+    from parallel import set_check_inputs as set_check_inputs
     from parallel import suggest_plan as suggest_plan
     from parallel import unparallelize_module as unparallelize_module
     from parallel.input_reshard import input_reshard as input_reshard

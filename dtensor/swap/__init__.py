@@ -32,7 +32,7 @@ from dtensor.swap import children, data_parallel, data_parallel_state, files, ol
 from dtensor.swap.facade import Facade, Mapping, SwapError, load_names
 from dtensor.swap.names import MODULES, ROOTS, is_under
 
-__all__ = ["Status", "SwapError", "install", "status", "swapped", "uninstall"]
+__all__ = ["Status", "SwapError", "install", "installed", "status", "swapped", "uninstall"]
 
 _mapping = Mapping()
 _changes: list[rebind.Change] = []
@@ -59,6 +59,11 @@ class Status:
         head = "swapped in" if self.installed else "not installed; it would be so"
         parts = (("this engine's", self.swapped), ("refused", self.refused), ("torch's own", self.torchs))
         return "\n".join([f"dtensor.swap: {head}", *(f"{what}:\n  " + "\n  ".join(names) for what, names in parts)])
+
+
+def installed() -> bool:
+    """Whether `install` is in force."""
+    return _mapping.on
 
 
 def install() -> None:
