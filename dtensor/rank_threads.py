@@ -10,7 +10,9 @@ interleave, and "every rank waits" is a fact that can be seen instead of a hang:
     rank 3  ░░░░░░██ meets: computes ██ meets ...
 
 Two ranks of one group that issue different collectives, and a wait that nobody can end, are a `CollectiveMismatch`
-that names two ranks, what each of them does and where; it is raised on every rank. An exception on one rank ends
+that names two ranks, what each of them does and where; it is raised on every rank. Two that issue the same one from
+different lines of the program, where the kind has no root whose part is another, get a warning with both: they may have
+met by chance, each for something else (`x.sum().item()` and `x.mean().item()`). An exception on one rank ends
 the others at their next collective (`RankStopped`, which `except Exception` does not catch).
 """
 
@@ -20,10 +22,12 @@ import contextvars
 import os
 import sys
 import threading
+import warnings
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from types import FrameType
+from itertools import islice
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -43,6 +47,20 @@ _OURS = tuple(
 ) + (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, threading.__file__, contextvars.__file__)
 
 
+_ROOTED = frozenset(
+    f"{where}{kind}" for where in ("", "dist.") for kind in ("barrier", "broadcast", "gather", "reduce", "scatter")
+)
+"""Kinds that ranks often reach from lines of their own: one gives or takes what the others do not, or all only wait."""
+
+_programs: dict[str, bool] = {}
+"""By file name, whether its lines are the program's: neither ours nor torch's, nor generated."""
+
+_DEEP = 16
+"""Frames of a program that are compared, the innermost ones."""
+
+Place = tuple[tuple[CodeType, int], ...]
+"""Where a rank stands in the program: function and instruction of its frames, innermost first."""
+
 _ADVICE = f"All ranks of a group must issue the same collectives in the same order; {SEE_INPUTS}"
 
 
@@ -57,10 +75,11 @@ class RankStopped(BaseException):
 class _Meeting:
     """A collective that some ranks of its group have reached."""
 
-    __slots__ = ("arrived", "first", "members", "payloads", "results", "signature")
+    __slots__ = ("arrived", "first", "members", "payloads", "place", "results", "signature")
 
-    def __init__(self, signature: Signature, first: int, size: int) -> None:
+    def __init__(self, signature: Signature, place: Place, first: int, size: int) -> None:
         self.signature = signature
+        self.place = place
         self.first = first
         self.members: list[int] = [-1] * size
         self.payloads: list[Any] = [None] * size
@@ -91,6 +110,7 @@ class RankThreads:
         self.error: BaseException | None = None
         self.failed: int | None = None
         self._ended = False
+        self._bottom: CodeType | None = None
         self._ranks: list[_Rank] = []
         self._ready: deque[int] = deque(range(size))
         self._meetings: dict[Hashable, _Meeting] = {}
@@ -127,6 +147,7 @@ class RankThreads:
                 me.done = True
                 self._pass_on(rank)
 
+        self._bottom = main.__code__
         threads = [
             threading.Thread(target=main, args=(r,), name=f"simulated rank {r}", daemon=True) for r in range(self.size)
         ]
@@ -225,9 +246,11 @@ class RankThreads:
             self.check()
         meeting = self._meetings.get(ranks)
         if meeting is None:
-            meeting = self._meetings[ranks] = _Meeting(signature, rank, len(ranks))
+            meeting = self._meetings[ranks] = _Meeting(signature, _stands(self._bottom), rank, len(ranks))
         elif meeting.signature != signature:
             self._mismatch(rank, signature, meeting)
+        elif (place := _stands(self._bottom)) != meeting.place:
+            self._apart(rank, place, meeting)
         meeting.members[position] = rank
         meeting.payloads[position] = payload
         meeting.arrived += 1
@@ -254,6 +277,19 @@ class RankThreads:
         error = CollectiveMismatch(text)
         self._fail(error, None)
         raise error
+
+    def _apart(self, rank: int, place: Place, meeting: _Meeting) -> None:
+        """Warn where two ranks issue one collective from different places of the program."""
+        kind = meeting.signature[0]
+        pairs = [(_line(*a), _line(*b)) for a, b in zip(meeting.place, place) if a != b]
+        one, other = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        if one != other and kind not in _ROOTED:
+            warnings.warn(
+                f"ranks of one group issue the same {kind} from different lines of the program: "
+                f"rank {meeting.first} at {one}, rank {rank} at {other}. "
+                f"Where they mean different tensors the result is wrong. {_ADVICE}",
+                stacklevel=2,
+            )
 
     # messages
 
@@ -308,6 +344,26 @@ class RankThreads:
                 return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return "an unknown place"
+
+
+def _stands(bottom: CodeType | None) -> Place:
+    """This thread's place in the program, which `bottom` has called."""
+    out: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (code := frame.f_code) is not bottom and len(out) < _DEEP:
+        own = _programs.get(code.co_filename)
+        if own is None:
+            own = _programs[code.co_filename] = not code.co_filename.startswith((*_OURS, "<"))
+        if own:
+            out.append((code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(out)
+
+
+def _line(code: CodeType, instruction: int) -> str:
+    """Where in its file an instruction stands."""
+    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None))
+    return f"{code.co_filename}:{line}, column {(column or 0) + 1}"
 
 
 def _short(ranks: tuple[int, ...]) -> str:

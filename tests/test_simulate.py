@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import threading
@@ -18,7 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor.simulate as simulate_module
+from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.placement import Shard
 from dtensor.rank_threads import RankThreads
 from dtensor.simulate import CollectiveMismatch, RankError, fake_world, simulate
 from dtensor.tensor import DTensor
@@ -705,3 +708,88 @@ def test_meshes_of_ranks_that_are_not_there_are_refused() -> None:
         assert mesh.get_local_rank("ab") == mesh.get_rank()
 
     simulate(2)(run)
+
+
+# ------------------------------------------------------------ one collective from different lines
+def rows() -> DTensor:
+    return distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)])
+
+
+def shown(x: DTensor) -> float:
+    return float(x.full_tensor())
+
+
+def apart_by_return() -> None:
+    x = rows()
+    if dist.get_rank() == 0:
+        x.sum().item()
+    else:
+        x.mean().item()
+
+
+def apart_on_one_line() -> None:
+    x = rows()
+    x.sum().item() if dist.get_rank() == 2 else x.mean().item()
+
+
+def apart_in_callers() -> None:
+    x = rows()
+    if dist.get_rank() == 1:
+        shown(x.sum())
+    else:
+        shown(x.mean())
+
+
+def apart_in_torch() -> None:
+    if dist.get_rank() == 3:
+        dist.all_reduce(torch.ones(2))
+    else:
+        dist.all_reduce(torch.zeros(2))
+
+
+def apart_in_backward() -> None:
+    w = rows().requires_grad_()
+    if dist.get_rank() == 0:
+        (w * 2).full_tensor().sum().backward()
+    else:
+        (w * 3).full_tensor().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "program", [apart_by_return, apart_on_one_line, apart_in_callers, apart_in_torch, apart_in_backward]
+)
+def test_one_collective_from_different_lines(program: Callable[[], None]) -> None:
+    """A warning with both places: the ranks may have met by chance."""
+    with pytest.warns(UserWarning, match="from different lines of the program: rank") as caught:
+        simulate(4)(program)
+    places = re.findall(r"rank (\d) at \S*test_simulate\.py:(\d+), column (\d+)", str(caught[0].message))
+    assert len(places) == 2 and len({(line, column) for _, line, column in places}) == 2
+    first = program.__code__.co_firstlineno
+    assert all(first < int(line) < first + 7 for _, line, _ in places)
+
+
+def same_lines_for_all() -> None:
+    x, rank = rows(), dist.get_rank()
+    for _ in range(2):
+        shown(x.sum())
+    [shown(y) for y in (x.sum(), x.mean())]
+    if rank:
+        dist.barrier()
+        dist.broadcast(torch.ones(1), 0)
+    else:
+        dist.barrier()
+        dist.broadcast(torch.zeros(1), 0)
+    try:
+        if rank == 2:
+            raise ValueError
+    except ValueError:
+        pass
+    finally:
+        shown(x.sum())
+    w = rows().requires_grad_()
+    with contextlib.suppress(ValueError):
+        (w * w).sum().backward()
+
+
+def test_no_warning_where_lines_agree() -> None:
+    simulate(4)(same_lines_for_all)
