@@ -17,7 +17,9 @@ import torch
 import dtensor
 from dtensor import Partial, Replicate, Shard, init_device_mesh
 from dtensor import dispatch as hot
-from dtensor.factors import Linear, Rule
+from dtensor.errors import LayoutError
+from dtensor.factors import Kernel, Linear, Rule
+from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.__main__ import UnknownOp, main, overloads
 from dtensor.propagation_rules.pointwise import pointwise
 from dtensor.propagation_rules.proof import samples
@@ -158,6 +160,40 @@ def test_a_wrong_rule_is_caught(name: str, call: RecordedCall, build: Callable[[
         report = check_overload(call.name, [call], Settings(missing=False))
     assert report.wrong, "a wrong rule passes"
     assert name in written_summary([report])
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (RecordedCall(aten.cumsum.default, (rand(8, 8), 0), {}), r"value .* at \[4, 0\], not .*; 32 of 64 differ"),
+        (RecordedCall(aten.tril.default, (rand(8, 8), 2), {}), r"value 0.0 at \[4, 3\], not .*; 1\d of 64 differ"),
+        (RecordedCall(aten.cumsum.default, (rand(3, 16), 1), {}), r"value .* at \[0, 8\], not .*; 24 of 48 differ"),
+    ],
+    ids=["rows", "a triangle", "columns"],
+)  # fmt: skip
+def test_a_wrong_value_is_shown_where_it_is(call: RecordedCall, where: str) -> None:
+    name = call.op._schema.name.replace("::", ".")
+    with override(name, pattern("... -> ...")):
+        wrong = check_call(call, (2,)).wrong
+    assert any(re.search(where + r", the largest difference is [\d.]+, at \[\d, \d+\]$", w) for w in wrong), wrong
+
+
+@pytest.mark.parametrize("error", [IndexError, LayoutError])
+def test_the_exception_of_the_rank_that_raised_is_shown(error: type[Exception]) -> None:
+    """Not that of the ranks that waited for it in a collective."""
+
+    def fails(ctx: KernelContext) -> torch.Tensor:
+        if ctx.in_specs[0].mesh.get_rank() == 1:
+            raise error("row 7 of an empty part")
+        return ctx.all_reduce(ctx.inputs[0] @ ctx.inputs[1], "sum")
+
+    def build(call: Call) -> Rule:
+        rule = pattern("[m] k, k n -> [m] n")(call)
+        return replace(rule, kernels=(Kernel("k", frozenset({0}), ("shard",), fails),))
+
+    with override("aten.mm", build):
+        wrong = check_call(RecordedCall(aten.mm.default, (rand(4, 6), rand(6, 8)), {}), (3,)).wrong
+    assert wrong and all(f"by k 0: rank 1 raises {error.__name__}: row 7" in w for w in wrong), wrong
 
 
 @pytest.mark.parametrize("call", [MM, RELU, ADD, ADD_, SOFTMAX, TOPK], ids=lambda c: c.name)

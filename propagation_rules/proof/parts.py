@@ -6,6 +6,8 @@ that a wrong claim about them shows:
 
     P(sum), P(avg)    uneven summands of mixed signs, every position another
     P(max), P(min)    for every element another position holds it, the others lie far off, often on the other side of 0
+    P(product)        factors of both signs; P(norm<p>) shares of the p-th power, of the sign of the whole
+    P(band), P(bor), P(bxor)    other bits on every position
 
 Summands are binary fractions (times a power of two that suits the tensor), so that sums are exact, and no whole
 numbers, which functions such as `floor` would pass.
@@ -13,17 +15,19 @@ numbers, which functions such as `floor` would pass.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 
+from dtensor.experimental.verify import difference
 from dtensor.placement import Partial, Replicate
 from dtensor.reductions import reduce_tensors
 from dtensor.spec import Spec
 
-__all__ = ["assemble", "coords_of", "differs", "part_of", "pending_ops"]
+__all__ = ["assemble", "coords_of", "differs", "kinds_of", "part_of", "pending_ops"]
 
 
 def coords_of(shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -32,12 +36,26 @@ def coords_of(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def pending_ops(dtype: torch.dtype) -> tuple[str, ...]:
-    """The reductions that a tensor of `dtype` is tried in: those under which any tensor can be split."""
+    """The reductions that missing rows are looked for in: those that ops leave pending most."""
     if dtype.is_complex:
         return ("sum", "avg")
     if dtype.is_floating_point:
         return ("sum", "avg", "max", "min")
     return ("sum", "max", "min") if dtype in (torch.int64, torch.int32, torch.int16) else ()
+
+
+def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """Every kind of reduction that a tensor of `dtype` may be pending in, of norms one even and one odd order.
+
+    Averages of integers are left out: on several axes they are rounded axis by axis.
+    """
+    if dtype.is_complex:
+        return ("sum", "avg", "product")
+    if dtype.is_floating_point:
+        return ("sum", "avg", "max", "min", "product", "norm2", "norm3")
+    if dtype == torch.bool:
+        return ("sum", "product", "max", "min", "band", "bor", "bxor")
+    return ("sum", "max", "min", "product", "band", "bor", "bxor")
 
 
 # ------------------------------------------------------------ cutting
@@ -66,8 +84,17 @@ def part_of(full: torch.Tensor, spec: Spec, seed: int = 0, coord: Sequence[int] 
 def _pending_part(t: torch.Tensor, op: str, k: int, r: int, seed: int) -> torch.Tensor:
     """What position `r` of `k` holds of `t`, pending in `op`. Raises ValueError where there is no way to split."""
     g = torch.Generator().manual_seed(seed)
+    exact = not (t.is_floating_point() or t.is_complex())
+    if op in ("band", "bor", "bxor") or t.dtype == torch.bool:
+        return _pending_bits(t, {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op), k, r, g)
+    if op.startswith("norm"):
+        p = Partial(op).norm or 1.0
+        shares = torch.rand((k, *t.shape), generator=g, dtype=torch.float64).add_(0.1)
+        return (t * (shares[r] / shares.sum(0)) ** (1 / p)).to(t.dtype)
     noise = [_noise(t, g) for _ in range(k)]
     if op in ("sum", "avg"):
+        if op == "avg" and exact:
+            return t + noise[r] if r else t - sum(noise[1:], torch.zeros_like(t))
         whole = t * k if op == "avg" else t
         return noise[r] if r else whole - sum(noise[1:], torch.zeros_like(t))
     if op in ("max", "min"):
@@ -82,9 +109,22 @@ def _pending_part(t: torch.Tensor, op: str, k: int, r: int, seed: int) -> torch.
             off = torch.minimum(off, (t.clamp(max=-8) - ends.min if op == "max" else ends.max - t.clamp(min=8)))
         return torch.where(winner == r, mine, t - off if op == "max" else t + off)
     if op == "product":
-        factors = [torch.where(n > 0, 2.0, -0.5).to(t.dtype) for n in noise]
-        return factors[r] if r else t / math.prod(factors[1:], start=torch.ones_like(t))
+        last = -1.0 if exact and t.dtype.is_signed else 1.0 if exact else -0.5
+        factors = [torch.where(n.real > 0, 1.0 if exact else 2.0, last).to(t.dtype) for n in noise]
+        others = math.prod(factors[1:], start=torch.ones_like(t))
+        return factors[r] if r else t * others if exact else t / others
     raise ValueError(f"no way to split for a pending {op}")
+
+
+def _pending_bits(t: torch.Tensor, op: str, k: int, r: int, g: torch.Generator) -> torch.Tensor:
+    """As `_pending_part`, for the operations on bits."""
+    one = t.dtype == torch.bool
+    draw = lambda: torch.randint(0, 2 if one else 128, t.shape, generator=g).to(t.dtype)  # noqa: E731
+    owner, noise = draw(), [draw() for _ in range(k)]
+    if op == "bxor":
+        return noise[r] if r else functools.reduce(torch.bitwise_xor, noise[1:], t)
+    mine = owner if r == 0 else ~owner  # which bits the first position has as they are, and which the others
+    return t & mine if op == "bor" else t | (~mine & noise[r])
 
 
 def _noise(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
@@ -136,13 +176,7 @@ def assemble(spec: Spec, parts: Sequence[torch.Tensor]) -> torch.Tensor | str:
 
 # ------------------------------------------------------------ comparing
 def differs(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float) -> str:
-    """What differs, or ''. Shape and dtype count; NaN equals NaN."""
-    if got.shape != want.shape:
-        return f"shape {list(got.shape)}, not {list(want.shape)}"
-    if got.dtype != want.dtype:
+    """What differs, and where first, or ''. Shape and dtype count; NaN equals NaN."""
+    if got.shape == want.shape and got.dtype != want.dtype:
         return f"dtype {got.dtype}, not {want.dtype}"
-    if want.is_floating_point() or want.is_complex():
-        same = torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
-    else:
-        same = torch.equal(got, want)
-    return "" if same else f"value {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
+    return difference(got, want, rtol, atol)

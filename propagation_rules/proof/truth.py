@@ -36,7 +36,7 @@ from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.propagate import Decision, all_decisions, decide
 from dtensor.spec import Spec
 
-from .parts import assemble, differs, part_of, pending_ops
+from .parts import assemble, differs, kinds_of, part_of
 from .recorded import RecordedCall, map_tensors, plain_result, tensors_of
 
 __all__ = ["MESHES", "Outcome", "check_call", "skip_reason", "wrapped"]
@@ -85,7 +85,7 @@ def check_call(call: RecordedCall, mesh_shape: Sequence[int], limit: int = 48, e
     want = list(tensors_of(plain))
     ranks = dtensor.simulate(math.prod(shape))
     try:
-        per_rank = ranks(_on_rank, call, shape, limit, None)
+        per_rank = ranks(_on_rank, call, shape, limit, None, [])
     except Exception:  # ranks that do not meet: find the strategy
         per_rank = _one_by_one(ranks, call, shape, limit)
     if isinstance(per_rank[0], str):
@@ -191,7 +191,9 @@ def _part_differs(spec: Spec, parts: Sequence[torch.Tensor], ref: torch.Tensor, 
 
 
 # ------------------------------------------------------------ on every rank
-def _on_rank(call: RecordedCall, shape: tuple[int, ...], limit: int, only: int | None) -> list[_Run] | str:
+def _on_rank(
+    call: RecordedCall, shape: tuple[int, ...], limit: int, only: int | None, raised: list[tuple[int, _Run]]
+) -> list[_Run] | str:  # fmt: skip
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("xyzw"[: len(shape)]))
     with torch.no_grad():
         if hot.OpInfo(call.op).kind == "foreach":
@@ -200,7 +202,7 @@ def _on_rank(call: RecordedCall, shape: tuple[int, ...], limit: int, only: int |
         if isinstance(given, str):
             return given
         decisions = given.decisions(limit)
-        return [given.run(d) for i, d in enumerate(decisions) if only is None or i == only]
+        return [given.run(d, raised) for i, d in enumerate(decisions) if only is None or i == only]
 
 
 def _one_by_one(ranks: Any, call: RecordedCall, shape: tuple[int, ...], limit: int) -> list[Any]:
@@ -208,11 +210,13 @@ def _one_by_one(ranks: Any, call: RecordedCall, shape: tuple[int, ...], limit: i
     n = math.prod(shape)
     found: list[list[_Run]] = [[] for _ in range(n)]
     for i in range(limit * 2):
+        raised: list[tuple[int, _Run]] = []  # in order: first what a rank raised, then those that waited for it
         try:
-            got = ranks(_on_rank, call, shape, limit, i)
+            got = ranks(_on_rank, call, shape, limit, i, raised)
         except Exception as e:
-            first = str(e).splitlines()[0]
-            got = [[_Run(f"strategy {i}", error=f"raises {type(e).__name__}: {first}")] for _ in range(n)]
+            unknown = _Run(f"strategy {i}", error=f"raises {type(e).__name__}: {_first(e)}")
+            at, first = raised[0] if raised else (0, unknown)
+            got = [[first if r == at else _Run(first.text)] for r in range(n)]
             if "list" in hot.OpInfo(call.op).kind or i > 2 * limit - 2:
                 return got
         if isinstance(got[0], str) or not got[0]:
@@ -256,7 +260,7 @@ class _Given:
         count = len(self.call.tensors)
         given, rule = self._rule([whole] * count)
         keep = kept(self.info, given)
-        ops = sorted({op for s in given.inputs for op in pending_ops(s.dtype)})
+        ops = sorted({op for s in given.inputs for op in kinds_of(s.dtype)})
         listed = [
             d
             for d in itertools.islice(
@@ -291,24 +295,24 @@ class _Given:
         cut = lambda s: (Shard(0),) if s.ndim and self.mesh.ndim > 1 else (Replicate(),)  # noqa: E731
         rest = self.mesh.ndim - 1
         cases: list[list[tuple[Placement, ...]]] = []
-        for op in ("sum", "avg", "max", "min"):
-            can = [op in pending_ops(s.dtype) for s in inputs]
+        for op in dict.fromkeys(op for s in inputs for op in kinds_of(s.dtype)):
+            can = [op in kinds_of(s.dtype) for s in inputs]
             p = [(Partial(op), *(cut(s) * rest)) if c else whole for s, c in zip(inputs, can, strict=True)]
             cases += [[p[i] if i == j else whole for j in range(len(p))] for i, c in enumerate(can) if c]
             if sum(can) > 1:
                 cases.append(p)
         yield from cases[:most]
 
-    def run(self, decision: Decision) -> _Run:
-        """One strategy: the local results of this rank."""
+    def run(self, decision: Decision, raised: list[tuple[int, _Run]]) -> _Run:
+        """One strategy: the local results of this rank. What it raises is noted in `raised` as well."""
         text = str(decision).partition("   by ")[0] + " by " + " / ".join(decision.choices)
         try:
             return self._run(decision, text)
-        except (LayoutError, NoRuleError, NotImplementedError) as e:
-            fault = "fault of the rule" in str(e)
-            return _Run(text, error=f"raises {type(e).__name__}: {_first(e)}", refused=not fault)
         except Exception as e:
-            return _Run(text, error=f"raises {type(e).__name__}: {_first(e)}")
+            clear = isinstance(e, (LayoutError, NoRuleError, NotImplementedError)) and "fault of the rule" not in str(e)
+            failed = _Run(text, error=f"raises {type(e).__name__}: {_first(e)}", refused=clear)
+            raised.append((self.mesh.get_rank(), failed))
+            return failed
 
     def _run(self, decision: Decision, text: str) -> _Run:
         call = self.call
@@ -351,7 +355,7 @@ def _same(out: Spec | None, given: Spec) -> bool:
 
 def _splits(inputs: Sequence[Spec]) -> bool:
     """True when there is a way to split tensors of these dtypes as their layouts say."""
-    return all(p.reduce_op in pending_ops(s.dtype) for s in inputs for p in s.placements if isinstance(p, Partial))
+    return all(p.reduce_op in kinds_of(s.dtype) for s in inputs for p in s.placements if isinstance(p, Partial))
 
 
 def _sums(inputs: Sequence[Spec]) -> bool:
@@ -385,13 +389,14 @@ def wrapped(
 # ------------------------------------------------------------ list ops
 def _run_lists(call: RecordedCall, mesh: DeviceMesh) -> list[_Run]:
     """The engine on lists whose tensors all lie alike, per layout."""
-    kinds: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial("sum"), Partial("max")]
+    every = dict.fromkeys(op for t in call.tensors for op in kinds_of(t.dtype))
+    kinds: list[Placement] = [Replicate(), Shard(0), Shard(1), *map(Partial, every)]
     runs: list[_Run] = []
     for kind in kinds:
         fits = [
             (kind,) + (Replicate(),) * (mesh.ndim - 1)
             if (isinstance(kind, Shard) and kind.dim < t.ndim)
-            or (isinstance(kind, Partial) and kind.reduce_op in pending_ops(t.dtype))
+            or (isinstance(kind, Partial) and kind.reduce_op in kinds_of(t.dtype))
             else (Replicate(),) * mesh.ndim
             for t in call.tensors
         ]
