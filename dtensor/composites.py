@@ -5,21 +5,33 @@ write into a plain tensor that they make themselves and return (`vander`, `pad_s
 late what they do, so they are caught above autograd, by a kernel of the dispatch key `PythonTLSSnapshot`: it is asked
 first, and only tensors of Python classes have it, so calls on plain tensors are never touched. What runs instead is
 ordinary code on DTensors, with its gradients.
+
+Lookups in tables are caught here as well, where a gradient is needed: the op that makes the gradient does not see the
+table, and how the table lies decides what is cheapest. So a lookup is a step of autograd of its own, which tells it
+(`Rows`), and bags of rows of a table that is cut are made of lookups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from dtensor import dispatch as hot
-from dtensor.dispatch_call import flat, is_dtensor
-from dtensor.placement import Replicate
+from dtensor.dispatch_call import flat, is_dtensor, replicated_on
+from dtensor.errors import MeshError, MixedTensorError, explain_error
+from dtensor.placement import Placement, Replicate, Shard
 
-__all__ = ["instead_of"]
+__all__ = [
+    "MAX", "MEAN", "SUM", "Rows", "bag_arguments", "bag_in_parts", "bags_of", "by_width_only", "instead_of",
+    "picked_rows", "whole",
+]  # fmt: skip
+
+aten = torch.ops.aten
+SUM, MEAN, MAX = range(3)
 
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -133,3 +145,132 @@ def _fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Ten
             part = part.diagonal(0, 0, 1)
         part.fill_(value)
     return x
+
+
+# ------------------------------------------------------------ lookups
+class Rows(int):
+    """The number of rows of a table, and how the table lies: part of the call that makes its gradient."""
+
+    layout: tuple[Placement, ...]
+
+    def __new__(cls, rows: int, layout: tuple[Placement, ...]) -> Rows:
+        made = super().__new__(cls, rows)
+        made.layout = layout
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and int(self) == int(other) and self.layout == other.layout
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.layout))
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Any, indices: Any, padding: int, scaled: bool) -> Any:
+        ctx.save_for_backward(indices)
+        ctx.rows, ctx.options = Rows(table.shape[0], table._spec.placements), (padding, scaled)
+        return aten.embedding.default(table, indices, padding, scaled)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        op, (indices,), rows = aten.embedding_dense_backward.default, ctx.saved_tensors, ctx.rows
+        if torch.is_grad_enabled():  # autograd, which has the gradient's own gradient, takes plain numbers
+            return op(grad, indices, int(rows), *ctx.options), None, None, None
+        found = hot._DTensor.__torch_dispatch__(op, (hot._DTensor,), (grad, indices, rows, *ctx.options))
+        return found, None, None, None
+
+
+def _is_differentiated(table: Any) -> bool:
+    """Whether autograd, and no transform of functions, wants the gradient of a table."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_dtensor(table) and torch.is_grad_enabled() and table.requires_grad and not transformed
+
+
+@instead_of("aten::embedding")
+def _lookup(table: Any, indices: Any, padding: int = -1, scaled: bool = False, sparse: bool = False) -> Any:
+    ours = is_dtensor(indices) and not sparse and _is_differentiated(table)
+    return _Lookup.apply(table, indices, padding, scaled) if ours else NotImplemented
+
+
+def bag_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name, plain tensors made replicated ones; MeshError where the meshes differ."""
+    named: dict[str, Any] = {a.name: a.default_value for a in op._schema.arguments}
+    named |= dict(zip(named, args, strict=False)) | dict(kwargs)
+    tensors = [t for t in named.values() if is_dtensor(t)]
+    mesh = tensors[0].device_mesh
+    if any(t.device_mesh != mesh for t in tensors):
+        raise MeshError(f"embedding_bag: the tensors live on different meshes, {[str(t.device_mesh) for t in tensors]}")
+    plain = {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and not is_dtensor(t)}
+    for n, t in plain.items():
+        if n != "offsets" and t.numel() > 1 and not getattr(hot._flags, "implicit", False):
+            raise MixedTensorError(
+                explain_error(
+                    "embedding_bag", ", ".join(f"{m}: {v._spec}" for m, v in named.items() if is_dtensor(v)),
+                    f"got mixed torch.Tensor and DTensor; argument {n!r} is plain",
+                    "distribute_tensor(x, mesh, placements) for the plain tensor",
+                )
+            )  # fmt: skip
+    return named | {n: replicated_on(mesh, t) for n, t in plain.items()}
+
+
+def whole(t: Any) -> torch.Tensor:
+    """The whole of a DTensor, as a plain tensor of its local memory."""
+    whole: torch.Tensor = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim).to_local()
+    return whole
+
+
+def bags_of(named: Mapping[str, Any]) -> tuple[Any, int]:
+    """For every index the bag it is in, and the number of bags."""
+    starts = whole(named["offsets"])
+    bags = starts.numel() - bool(named.get("include_last_offset"))
+    at = torch.arange(named["indices"].shape[0], device=starts.device, dtype=starts.dtype)
+    of = torch.searchsorted(starts[:bags].contiguous(), at, right=True) - 1
+    return replicated_on(named["indices"].device_mesh, of.to(torch.int64)), bags
+
+
+@instead_of("aten::_embedding_bag")
+def _differentiable(*args: Any, **kwargs: Any) -> Any:
+    """Sums and means of a table that is cut, where a gradient is needed."""
+    table = args[0]
+    if not _is_differentiated(table):
+        return NotImplemented
+    named = bag_arguments(aten._embedding_bag.default, args, kwargs)
+    at_once = named["mode"] == MAX or named["sparse"] or named["scale_grad_by_freq"] or not named["indices"].numel()
+    return NotImplemented if at_once or by_width_only(table) == table.placements else bag_in_parts(named)
+
+
+def bag_in_parts(named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Lookup, weights, sum per bag."""
+    table = named["weight"]
+    of, bags = bags_of(named)
+    rows = picked_rows(named)
+    out = aten.index_add(table.new_zeros((bags, table.shape[1])), 0, of, rows)
+    if named["mode"] == SUM:
+        zeros = replicated_on(table.device_mesh, torch.zeros(bags, dtype=torch.int64, device=table.device))
+        return out, of, zeros, zeros.clone()
+    kept = (named["indices"] != named["padding_idx"]).to(torch.int64)
+    sizes = aten.index_add(kept.new_zeros(bags), 0, of, kept)
+    sizes = sizes.redistribute(placements=[Replicate()] * table.device_mesh.ndim)
+    return out / sizes.clamp(min=1).to(out.dtype).unsqueeze(1), of, sizes, sizes.clone()
+
+
+def picked_rows(named: Mapping[str, Any]) -> Any:
+    """The rows looked up, weighted; zeros for the padding."""
+    rows = aten.embedding(named["weight"], named["indices"])
+    weights = named.get("per_sample_weights")
+    if weights is not None:
+        rows = rows * weights.unsqueeze(1)
+    if named["padding_idx"] >= 0:
+        rows = rows * (named["indices"] != named["padding_idx"]).to(rows.dtype).unsqueeze(1)
+    return rows
+
+
+def by_width_only(table: Any) -> tuple[Placement, ...]:
+    """The table's layout with all but one cut by width undone."""
+    mesh, width = table.device_mesh, table.shape[1]
+    kept: list[Placement] = [
+        p if isinstance(p, Shard) and p.dim == 1 and k <= width else Replicate()
+        for p, k in zip(table.placements, mesh.shape, strict=True)
+    ]
+    return tuple(kept) if sum(isinstance(p, Shard) for p in kept) <= 1 else (Replicate(),) * mesh.ndim

@@ -8,10 +8,10 @@ be used, reduced and differentiated like any other, any number of times.
 
 The gradient of the table can be made shard by shard too: a rank adds up the rows that it holds. But the gradient
 op does not see the table, only its number of rows; from its inputs alone the whole gradient and a sharded one
-cost the same. So the forward rule notes which layouts of tables of a shape it has met, and a strategy whose gradient
-would have to move again to lie like them is priced with that move. So the kernel is free where all were cut
-by rows and costs a gather where they were not, and a rank makes no gradient of the whole table where another way is
-cheaper:
+cost the same. So a lookup that needs a gradient is a step of autograd of its own, which gives that number as
+`dtensor.composites.Rows`: it knows how the table lies, and a strategy whose gradient would have to move again to lie
+like the table is priced with that move. So the kernel is free where the table is cut by rows and costs a gather where
+it is not, and a rank makes no gradient of the whole table where another way is cheaper:
 
     table 8@tp of [v, d], gradient of the output cut by rows of the batch, b of them
     as it comes     a whole [v, d] on every rank, pending, then a reduce-scatter      v*d*(k-1)/k received
@@ -21,38 +21,13 @@ cheaper:
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
-from dtensor.device_mesh import DeviceMesh
 from dtensor.factors import Choice, Dims, Kernel, Rule, linear, passes
 from dtensor.kernel import KernelContext, looks_at_values
-from dtensor.placement import Partial, Placement, Shard, StridedShard
+from dtensor.placement import Partial, Shard, StridedShard
 from dtensor.registry import Call, register
-from dtensor.spec import Interval, Spec
-
-_tables: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, int], set[tuple[Placement, ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Per mesh, shape of a table (rows, width) -> the layouts that lookups met. Only prices depend on it."""
-
-
-def _note_table(spec: Spec) -> None:
-    _tables.setdefault(spec.mesh, {}).setdefault((spec.shape[0], spec.shape[1]), set()).add(spec.placements)
-
-
-def rows_are_cut(mesh: DeviceMesh, shape: tuple[int, int], axes: list[int]) -> bool:
-    """True when every known table of this shape is cut by rows on all of `axes`."""
-    known = _tables.get(mesh, {}).get(shape, set())
-    return bool(known) and all(p[a].is_shard(0) for p in known for a in axes)
-
-
-def known_cut(mesh: DeviceMesh, shape: tuple[int, int], axis: int) -> Shard | None:
-    """How every known table of this shape is cut on `axis`; None where they differ, or are not cut there."""
-    known = {p[axis] for p in _tables.get(mesh, {}).get(shape, set())}
-    found = known.pop() if len(known) == 1 else None
-    return found if isinstance(found, Shard) else None
+from dtensor.spec import Interval
 
 
 def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +62,6 @@ def check_indices(call: str, indices: torch.Tensor, rows: int) -> None:
 def embedding(call: Call) -> Rule:
     """`[v] d, i... -> i... d`, moving elements of the table only; a kernel for v."""
     table, indices = call.inputs
-    _note_table(table)
     n = indices.ndim
     rows: Dims = tuple((i,) for i in range(n))
     v, d = n, n + 1
@@ -131,10 +105,11 @@ def embedding_backward(call: Call) -> Rule:
     shape = (int(call["num_weights"]), grad.shape[-1])
     kernel = Kernel("embedding gradient", frozenset({v}), ("shard",), _run_embedding_backward)
     whole = frozenset({v, *range(n)}) if call["scale_grad_by_freq"] else frozenset({v})
-    cuts = [known_cut(grad.mesh, shape, a) for a in range(grad.mesh.ndim)]
+    layout = getattr(call["num_weights"], "layout", (None,) * grad.mesh.ndim)
+    cuts = [p if isinstance(p, Shard) else None for p in layout]
 
     def owes(axis: int, choice: Choice) -> tuple[str, int, int] | None:
-        """The move of the gradient to the layout of the tables.
+        """The move of the gradient to the layout of the table.
 
         A whole gradient is memory as well: where another way receives less, it is not made to save a launch.
         """

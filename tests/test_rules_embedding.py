@@ -45,20 +45,43 @@ def test_pending_lookups_live_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_lookup_and_gradient_send_nothing(placement: Placement) -> None:
+@pytest.mark.parametrize("bags", [False, True], ids=["lookup", "bags"])
+def test_lookup_and_gradient_send_nothing(placement: Placement, bags: bool) -> None:
+    """Whatever lookups in tables of the same shape came before: what is decided depends on the call alone."""
+    look = F.embedding_bag if bags else F.embedding
+
     def run() -> None:
         mesh = init_device_mesh("cpu", (4,))
-        w = _table(mesh, rand(10, 8), placement)
-        out = F.embedding(distribute_tensor(ints(10, 5), mesh, [Replicate()]), w)
-        out = out.redistribute(placements=[Replicate()]) if placement == Shard(0) else out
-        sent: list[str] = []
-        watch = lambda kind, ranks, elements, itemsize: sent.append(kind)  # noqa: E731
-        observers.append(watch)
-        out.backward(torch.ones_like(out))
-        observers.remove(watch)
-        assert w.grad is not None
-        assert w.grad.placements == (placement,)
-        assert sent == ([] if placement != Shard(1) else sent)
+        i = distribute_tensor(ints(10, 4, 5), mesh, [Replicate()])
+        for other in (Shard(0), Shard(1), Replicate(), placement):
+            w = _table(mesh, rand(10, 8), other)
+            out = look(i, w)
+            out = out.redistribute(placements=[Replicate()]) if other == Shard(0) else out
+            sent: list[str] = []
+            watch = lambda kind, ranks, elements, itemsize: sent.append(kind)  # noqa: E731, B023
+            observers.append(watch)
+            out.backward(torch.ones_like(out))
+            observers.remove(watch)
+            assert w.grad is not None
+            assert w.grad.placements == (other,)
+            assert sent == ([] if other != Shard(1) else sent)
+
+    simulate(4)(run)
+
+
+def test_a_table_and_its_gradient_of_a_gradient() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        i, g = ints(10, 4, 5), rand(4, 5, 8, seed=3)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            found = []
+            for whole in (True, False):
+                w = rand(10, 8).requires_grad_() if whole else _table(mesh, rand(10, 8), placement)
+                at, by = (i, g) if whole else (distribute_tensor(t, mesh, [Replicate()]) for t in (i, g))
+                (first,) = torch.autograd.grad((F.embedding(at, w).pow(3) * by).sum(), w, create_graph=True)
+                (second,) = torch.autograd.grad(first.pow(2).sum(), w)
+                found.append(second if whole else second.full_tensor())
+            torch.testing.assert_close(found[1], found[0])
 
     simulate(4)(run)
 
