@@ -137,7 +137,8 @@ class DTensor(_Tensor):
                 or one refuses its arguments, and broadcast along replicated axes.
             shape, stride: of the global tensor, both or neither. Without them the shards are taken as even.
             grad_placements: layout of the incoming gradient; default: these placements with Partial as
-                Replicate.
+                Replicate. The part's gradient is what the reduction makes of it: all of it for a sum, one k-th for an
+                average of k, that of the position that holds the extreme for a maximum or minimum, and so on.
 
         Raises:
             RuntimeError: local_tensor is a DTensor; shape without stride or the reverse; a shape that gives
@@ -593,11 +594,64 @@ def _whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 # ------------------------------------------------------------ autograd
+def _share(spec: Spec, grads: Sequence[Placement]) -> float:
+    """What a part's gradient is of the whole's, laid out as `grads`: of an average of k parts one k-th."""
+    both = zip(spec.placements, grads, spec.mesh.shape, strict=True)
+    return 1 / math.prod(k for p, g, k in both if p.is_partial("avg") and not g.is_partial("sum"))
+
+
+def _reduced_axes(spec: Spec) -> list[int]:
+    """The axes on which a part's gradient depends on what the others hold: all reductions but sums and averages."""
+    sums = ("sum", "avg", "norm0")
+    return [a for a, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op not in sums]
+
+
+def _gradient_of_part(part: torch.Tensor, grad: torch.Tensor, spec: Spec, axes: Sequence[int]) -> torch.Tensor:
+    """The gradient of this rank's part of a pending maximum, product, ...: that of the reduction of all parts.
+
+    The parts are gathered along `axes`; `grad` is the gradient of what they reduce to, the same on all of these.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a second derivative through from_local of {spec}: the gradient of a part of a pending "
+            f"{cast(Partial, spec.placements[axes[0]]).reduce_op} is not differentiable\n"
+            "  fix: reduce the parts before from_local, with a differentiable collective"
+        )
+    mesh, many = spec.mesh, math.prod(spec.mesh.shape[a] for a in axes)
+    if mesh.coord is None:
+        return grad
+    behind = lambda p: (  # noqa: E731
+        Shard(p.dim + 1) if isinstance(p, Shard)
+        else StridedShard(p.dim + 1, split_factor=p.split_factor) if isinstance(p, StridedShard) else p
+    )  # fmt: skip
+    shape = (many, *spec.shape)
+    apart = [Shard(0) if a in axes else behind(p) for a, p in enumerate(spec.placements)]
+    stacked = Spec.make(mesh, tuple(apart), shape, contiguous_stride(shape), spec.dtype)
+    whole = stacked.with_placements(tuple(Replicate() if a in axes else p for a, p in enumerate(apart)))
+    parts = redistribute_local(part.detach().unsqueeze(0).contiguous(), stacked, whole).detach()
+    mine = 0
+    for a in axes:
+        mine = mine * mesh.shape[a] + mesh.coord[a]
+    kind = cast(Partial, spec.placements[axes[0]])
+    with torch.enable_grad():
+        parts = (parts.abs() if kind.norm else parts).requires_grad_()
+        if kind.norm:
+            reduced = torch.linalg.vector_norm(parts, kind.norm, 0)
+        else:
+            reduced = parts.prod(0) if kind.is_partial("product") else getattr(parts, f"a{kind.reduce_op}")(0)
+        (found,) = torch.autograd.grad(reduced, parts, grad)
+    return found[mine]
+
+
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec, grads: tuple[Placement, ...] | None) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.placements, ctx.spec = grads if grads is not None else _whole(spec.placements), spec
+        placed, axes = grads if grads is not None else _whole(spec.placements), _reduced_axes(spec)
+        if axes:
+            placed = tuple(Replicate() if a in axes else p for a, p in enumerate(placed))
+            ctx.save_for_backward(local)
+        ctx.placements, ctx.spec, ctx.axes, ctx.share = placed, spec, axes, _share(spec, placed)
         return cast(DTensor, new(DTensor, local.detach(), spec, requires_grad=False))
 
     @staticmethod
@@ -607,7 +661,10 @@ class _FromLocal(torch.autograd.Function):
         grad = _ours(grad, ctx.spec)
         if grad._spec.placements != ctx.placements:
             grad = _internal(grad, ctx.placements)
-        return grad.to_local(), None, None
+        local = grad.to_local()
+        if ctx.axes:
+            local = _gradient_of_part(ctx.saved_tensors[0], local, ctx.spec, ctx.axes)
+        return local if ctx.share == 1 else local * ctx.share, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -616,6 +673,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.spec = _read_part(x)
         ctx.set_materialize_grads(False)
         ctx.placements = grads if grads is not None else _whole(ctx.spec.placements)
+        ctx.share = _share(ctx.spec, ctx.placements)
         local = x._local_tensor
         return local.view_as(local)
 
@@ -624,6 +682,8 @@ class _ToLocal(torch.autograd.Function):
         if grad is None:
             return None, None
         spec: Spec = ctx.spec
+        if ctx.share != 1:
+            grad = grad / ctx.share
         if not dense(grad):
             grad = grad.contiguous()
         stride = stride_like(grad, spec.shape)
