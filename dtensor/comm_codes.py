@@ -2,8 +2,9 @@
 
     op            dtype                      travels as                    reduced with   decoded
     any           floats, int8 to int64      itself                        the op         -
-    avg           integers                   itself                        sum            divided, toward zero
-    norm<p>       floats                     x ** p                        sum            ** (1 / p)
+    avg           int64                      itself                        sum            divided, toward zero
+    avg           other integers             int64                         sum            divided, toward zero, and back
+    norm<p>       floats                     float64, powers with signs    sum            root, and back
     max, min      float32, float64           integers of the same order    the op         the float of that order
     max, min      other floats               float32, as those             the op         and back
     any           int16, uint16, uint32      the next wider signed one     the op         the low bits
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor.reductions import check_reduction
+from dtensor.reductions import check_reduction, power, root, wide
 
 __all__ = ["Reduction", "Step", "reduction", "widened"]
 
@@ -89,8 +90,9 @@ def reduction(op: str, dtype: torch.dtype, size: int, native_bits: bool, bound: 
         return _GATHERED
     if dtype == torch.bool:
         return _of_bool(op, number)
-    if dtype in _WIDER:
-        return widened(reduction(op, _WIDER[dtype], size, native_bits, bound), _WIDER[dtype], dtype)
+    wider = wide(op, dtype) if p is not None or op == "avg" else _WIDER.get(dtype, dtype)
+    if wider is not dtype:
+        return widened(reduction(op, wider, size, native_bits, bound), wider, dtype)
     if dtype == torch.uint64:
         return _GATHERED
     if dtype.is_complex:
@@ -101,7 +103,7 @@ def reduction(op: str, dtype: torch.dtype, size: int, native_bits: bool, bound: 
     if p is not None:
         if p == 0:
             return Reduction("sum")
-        return Reduction("sum", lambda x: x**p, lambda x: x ** (1 / p))
+        return Reduction("sum", lambda x: power(x, p), lambda x: root(x, p))
     if dtype.is_floating_point and op in ("max", "min"):
         if dtype in _BITS:
             return _ordered(op, dtype, number)

@@ -148,6 +148,8 @@ def miss_lists(
     """First call of a list op with this key."""
     metas = output_metas(info.func, args, kwargs)
     outs: tuple[TensorMeta | None, ...] = () if metas is None or info.written else metas[1]
+    if info.written and info.written_at == (0,):  # what an element becomes is in its layout the result of the op
+        outs = tuple(t._spec.tensor_meta if is_dtensor(t) else None for t in args[0])
     whole = make_call(info.func, args, kwargs, outs)
     params = info.func._schema.arguments
     lists = [a.name for a in params if isinstance(whole[a.name], (list, tuple)) and str(a.type).startswith("List[")]
@@ -176,7 +178,7 @@ def miss_lists(
         for name, src, dst in zip(call.names, call.inputs, decision.inputs, strict=True):
             if src is not dst:
                 moves.append((positions.get(name, name), i, src, dst))
-        results += decision.outputs
+        results += () if info.written else decision.outputs
     execute = in_parts(info, kwargs, lost, count) if lost else ListPlan(info, moves, results).execute
     if info.written:
         execute = counted(execute)
@@ -272,5 +274,5 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
         notice(info, call)
         rule = replicated_rule(call)
     rule = replace(rule, kernels=())
-    keep = {call.names.index(n): -1 for n in info.written if n in call.names}
+    keep = {call.names.index(n): 0 if call.outputs else -1 for n in info.written if n in call.names}
     return decide(info.name, rule, call.inputs, call.outputs, mesh, keep)

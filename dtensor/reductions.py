@@ -4,7 +4,15 @@ sum, product      in the tensor's dtype; of booleans: or, and
 avg               sum / size; of integers truncated toward zero, of booleans: and
 max, min          NaN wins, as in torch.maximum
 band, bor, bxor   integers and booleans
-norm<p>           (sum of x**p) ** (1/p), the norm of non-negative parts; norm0 is their sum
+norm<p>           (sum of x**p) ** (1/p) in float64, with signs: the norm of parts that are not negative; norm0 is
+                  their sum
+
+Every kind holds every number, so that one may be written to a pending tensor, or joined with it, whatever it is: on
+the first position beside zeros (sum, bxor, norms) or ones (product), else on all. Hence the signs: parts of one sign
+make a number of that sign, so that -3 beside zeros is -3. And hence the width: 40000 beside zeros is itself in float16
+as well, whose square is not, and the average of four times 100 is 100 in int8, too. What is too large or too small for
+that, no device makes either: a power that is no float64 (only in float64, and in orders above 8), an average of int64
+or of floats beyond the largest number divided by the count.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ import torch
 
 from dtensor.placement import REDUCE_OPS, Partial
 
-__all__ = ["Fold", "Reducing", "check_reduction", "divided", "fold_of", "reduce_tensors"]
+__all__ = ["Fold", "Reducing", "check_reduction", "divided", "fold_of", "power", "reduce_tensors", "root", "wide"]
 
 _Pairwise = Callable[..., torch.Tensor]
 """Of two tensors of one shape, and `out`."""
@@ -56,6 +64,26 @@ _NARROW = frozenset(
     d for d in (getattr(torch, n, None) for n in dir(torch) if n.startswith("float8")) if isinstance(d, torch.dtype)
 )
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32})
+
+
+def wide(op: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that `dtype` is reduced in with `op`; what it gives is rounded once, at the end."""
+    if op == "avg" and dtype in _INTEGERS:
+        return torch.int64
+    if dtype in _NARROW or dtype in _WIDER:
+        return _WIDER.get(dtype, torch.float32)
+    return torch.float64 if op not in REDUCE_OPS and Partial(op).norm else dtype
+
+
+def power(x: torch.Tensor, p: float) -> torch.Tensor:
+    """What the parts of a norm of order `p` are added up as: their p-th powers, with their signs."""
+    return x * x.abs() if p == 2 else torch.copysign(x.abs() ** p, x)
+
+
+def root(x: torch.Tensor, p: float) -> torch.Tensor:
+    """The norm that a sum of `power` is."""
+    return torch.copysign(x.abs().sqrt_() if p == 2 else x.abs() ** (1 / p), x)
 
 
 class Fold(NamedTuple):
@@ -79,7 +107,7 @@ def fold_of(op: str, dtype: torch.dtype, parts: int) -> Fold | None:
     So it is with norms, and with dtypes that are added up in a wider one. Raises as `check_reduction` does.
     """
     check_reduction(op, dtype)
-    if op not in _PAIRWISE or dtype in _NARROW or dtype in _WIDER:
+    if op not in _PAIRWISE or wide(op, dtype) is not dtype:
         return None
     if dtype == torch.bool:
         return Fold(_PAIRWISE[_BOOL.get(op, op)], 1)
@@ -97,12 +125,11 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     p = check_reduction(op, dtype)
     if len(tensors) == 1:
         return first.clone(memory_format=torch.contiguous_format)
-    if dtype in _NARROW:
-        return reduce_tensors([t.to(torch.float32) for t in tensors], op).to(dtype)
-    if dtype in _WIDER:
-        return reduce_tensors([t.to(_WIDER[dtype]) for t in tensors], op).to(dtype)
+    in_wide = wide(op, dtype)
+    if in_wide is not dtype:
+        return reduce_tensors([t.to(in_wide) for t in tensors], op).to(dtype)
     if p:
-        return reduce_tensors([t**p for t in tensors], "sum") ** (1 / p)
+        return root(reduce_tensors([power(t, p) for t in tensors], "sum"), p)
     name = "sum" if p == 0 else _BOOL.get(op, op) if dtype == torch.bool else op
     both = _PAIRWISE[name]
     total = both(first, tensors[1]).contiguous()

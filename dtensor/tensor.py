@@ -31,6 +31,7 @@ from dtensor.errors import MixedTensorError, expect, explain_error, short
 from dtensor.memory import refuse_layout
 from dtensor.moved import GivenSpec, ViewOf, note_input, settled_spec, spec_to_compile
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.reductions import power, root
 from dtensor.reshard_run import Move, known_move, redistribute_local, remember_move
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.strides import dense, in_order, stride_like
@@ -633,12 +634,14 @@ def _gradient_of_part(part: torch.Tensor, grad: torch.Tensor, spec: Spec, axes: 
     for a in axes:
         mine = mine * mesh.shape[a] + mesh.coord[a]
     kind = cast(Partial, spec.placements[axes[0]])
+    if kind.norm:
+        parts = parts.double()
+        norm = root(power(parts, kind.norm).sum(0), kind.norm)
+        share = torch.where(norm == 0, norm, (parts[mine] / norm).abs() ** (kind.norm - 1))
+        return (grad * share).to(grad.dtype)
     with torch.enable_grad():
-        parts = (parts.abs() if kind.norm else parts).requires_grad_()
-        if kind.norm:
-            reduced = torch.linalg.vector_norm(parts, kind.norm, 0)
-        else:
-            reduced = parts.prod(0) if kind.is_partial("product") else getattr(parts, f"a{kind.reduce_op}")(0)
+        parts.requires_grad_()
+        reduced = parts.prod(0) if kind.is_partial("product") else getattr(parts, f"a{kind.reduce_op}")(0)
         (found,) = torch.autograd.grad(reduced, parts, grad)
     return found[mine]
 

@@ -95,15 +95,21 @@ def sound_groups(call: Call, groups: Iterable[Linear]) -> tuple[Linear, ...]:
 
 @dataclass(frozen=True, slots=True)
 class pointwise:  # noqa: N801 - used as a function
-    """Builder of a pointwise rule; `linear` as in `dtensor.registry.linear_groups`, `more` further groups."""
+    """Builder of a pointwise rule; `linear` as in `dtensor.registry.linear_groups`, `more` further groups.
+
+    `truth`: numbers count as true or false, so that of numbers no pending `and` passes: 1 and 2 are true, 1 & 2 is not.
+    """
 
     linear: str = ""
     more: tuple[Linear, ...] = ()
+    truth: bool = False
 
     def __call__(self, call: Call) -> Rule:
         if not self.linear and not self.more:
             return broadcast_rule(call)
-        more = (g for g in self.more if max(g.inputs) < len(call.inputs))
+        more = [g for g in self.more if max(g.inputs) < len(call.inputs)]
+        if self.truth and any(s.dtype != torch.bool for s in call.inputs):
+            more = [replace(g, ops=tuple(p for p in g.ops if p[0] != "band")) for g in more]
         return broadcast_rule(call, sound_groups(call, (*present_groups(self.linear, call), *more)))
 
     @property
@@ -166,12 +172,14 @@ register_with_lists("angle erfc special_erfcx", pointwise("neg:0"))
 # of bits: what `any` and `all` leave pending
 _EITHER, _BOTH = (("bor", "bor"), ("band", "band")), frozenset({0, 1})
 _ONE = (Linear(frozenset({0}), _EITHER), Linear(frozenset({1}), _EITHER))
-register_with_lists("bitwise_or logical_or __or__", pointwise(more=(*_ONE, Linear(_BOTH, (("bor", "bor"),)))))
-register_with_lists("bitwise_and logical_and __and__", pointwise(more=(*_ONE, Linear(_BOTH, (("band", "band"),)))))
+for _prefix, _truth in (("bitwise", False), ("logical", True)):
+    register_with_lists(f"{_prefix}_or", pointwise(more=(*_ONE, Linear(_BOTH, (("bor", "bor"),))), truth=_truth))
+    register_with_lists(f"{_prefix}_and", pointwise(more=(*_ONE, Linear(_BOTH, (("band", "band"),))), truth=_truth))
+    _turned = (Linear(frozenset({0}), (("bor", "band"), ("band", "bor"))),)
+    register_with_lists(f"{_prefix}_not", pointwise(more=_turned, truth=_truth))
+register_with_lists("__or__", pointwise(more=(*_ONE, Linear(_BOTH, (("bor", "bor"),)))))
+register_with_lists("__and__", pointwise(more=(*_ONE, Linear(_BOTH, (("band", "band"),)))))
 register_with_lists("bitwise_xor __xor__", pointwise(more=(Linear(_BOTH, (("bxor", "bxor"),)),)))
-register_with_lists(
-    "bitwise_not logical_not", pointwise(more=(Linear(frozenset({0}), (("bor", "band"), ("band", "bor"))),))
-)
 
 # backward: linear in the gradient
 register(

@@ -112,6 +112,8 @@ def _passes(op: str, src: torch.dtype, dst: torch.dtype) -> bool:
         return False
     if src == torch.bool and op == "sum":
         return False
+    if src != torch.bool and op == "band":  # 1 and 2 both count as true, 1 & 2 does not
+        return False
     ops = cast_passes(src, dst)
     return any(given in (op, "*") for given, _ in ops)
 

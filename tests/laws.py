@@ -8,7 +8,12 @@
                                         the full ones, the local part runs, the outputs are put together and compared
                                         with the plain op.
 
-Both return a `Report`; `report.must_hold()` raises when something was wrong or a rank disagreed. The oracle is the
+`check_kinds(calls, mesh_shape)`        runs recorded calls of ops by the engine with every tensor in turn pending in
+                                        every kind of reduction, beside replicated ones, and with all of them pending;
+                                        and the forms of these ops that write (in place, `out=`, on lists) with what
+                                        is written pending in every kind.
+
+All return a `Report`; `report.must_hold()` raises when something was wrong or a rank disagreed. The oracle is the
 plain op on the full tensor. Pending inputs are split unevenly with mixed signs; pending maxima have their winner
 on another rank for every element.
 
@@ -21,6 +26,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,8 +43,11 @@ from dtensor import tensor as tensor_module
 from dtensor.deferred import finish
 from dtensor.dispatch_call import flat as arguments_of
 from dtensor.dispatch_call import make_call, map_args, output_metas
+from dtensor.dispatch_writes import functional_form
 from dtensor.propagate import all_decisions
-from dtensor.propagation_rules.proof.parts import differs, part_of
+from dtensor.propagation_rules.proof.parts import differs, kinds_of, part_of
+from dtensor.propagation_rules.proof.recorded import RecordedCall, Recorder, plain_result, tensors_of
+from dtensor.propagation_rules.proof.truth import skip_reason, wrapped
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec
 
@@ -360,3 +369,161 @@ def _clones(args: Any) -> Any:
 
 def _clones_kw(kwargs: Any) -> Any:
     return map_args(lambda a: a._local_tensor.clone() if isinstance(a, DTensor) else a, (), kwargs)[1]
+
+
+# ------------------------------------------------------------ every kind of pending reduction
+def recorded(samples: Sequence[Sample], each: int = 1) -> list[RecordedCall]:
+    """Calls of ops that the samples reach, backward included: up to `each` an overload, of numbers of usual size."""
+    found: dict[Any, list[RecordedCall]] = {}
+    for sample in samples:
+        with Recorder(sample.name) as seen:
+            _reference(sample)
+        for call in seen.calls:
+            same = found.setdefault(call.op, [])
+            usual = lambda t: t.numel() > 0 and (t.dtype != torch.int64 or bool(t.abs().max() < 1 << 40))  # noqa: E731
+            if len(same) < each and all(map(usual, call.tensors)):
+                same.append(call)
+    return [call for same in found.values() for call in same]
+
+
+def forms(call: RecordedCall) -> list[RecordedCall]:
+    """The call in place, with `out=`, and on lists of one tensor, in place and not, where the op has such forms."""
+    packet = call.op._schema.name.rpartition("::")[2]
+    values = {a.name: v for a, v in zip(call.op._schema.arguments, call.args)} | dict(call.kwargs)
+    found = []
+    for name in (packet, f"{packet}_", f"_foreach_{packet}", f"_foreach_{packet}_"):
+        ops = getattr(torch.ops.aten, name, None)
+        for op in () if ops is None else (getattr(ops, o) for o in ops.overloads()):
+            out = any(a.is_out for a in op._schema.arguments)
+            alike = op._overloadname in (call.op._overloadname, "List", "default")
+            if functional_form(op) is call.op if out else alike:
+                made = _in_form(call, op, values) if op is not call.op else None
+                found += [] if made is None else [made]
+    return found
+
+
+def _in_form(call: RecordedCall, op: Any, values: dict[str, Any]) -> RecordedCall | None:
+    """`op` on these values, tensors as lists of one where it takes lists; None where it does not fit."""
+    try:
+        results = tensors_of(plain_result(call)[0])
+        given: dict[str, Any] = {}
+        for a in op._schema.arguments:
+            v = next(results).clone() if a.is_out else values.get(a.name, a.default_value)
+            if a.is_out and v.numel() > 1:
+                v = v.flatten().flip(0).reshape(v.shape)  # it holds something else
+            given[a.name] = [v] if str(a.type) == "List[Tensor]" and isinstance(v, torch.Tensor) else v
+        args = [given.pop(a.name) for a in op._schema.arguments if not a.kwarg_only]
+        made = RecordedCall(op, tuple(args), given, "form")
+        before = [t.shape for t in made.tensors]
+        return made if [t.shape for t in plain_result(made)[1].tensors] == before else None
+    except (RuntimeError, TypeError, ValueError, IndexError, StopIteration, NotImplementedError):
+        return None
+
+
+def check_kinds(calls: Sequence[RecordedCall], mesh_shape: Sequence[int]) -> Report:
+    """Every call with its tensors pending in every kind, by the engine, on simulated ranks."""
+    shape = tuple(mesh_shape)
+    n = 1
+    for k in shape:
+        n *= k
+    reasons = [skip_reason(c) for c in calls]
+    usable = [(c, *plain_result(c)) for c, why in zip(calls, reasons) if why in ("", "out= runs the functional form")]
+    per_rank = dtensor.simulate(n)(_run_kinds, usable, shape)
+    report = Report(f"{len(usable)} calls with tensors pending in every kind, on {shape}", may_refuse=True)
+    for outcome in zip(*per_rank, strict=True):
+        texts = {text for text, _, _ in outcome}
+        words = {word for _, word, _ in outcome}
+        if len(texts) > 1 or len(words) > 1:
+            report.wrong.append(f"ranks disagree: {sorted(texts)} {sorted(words)}")
+        elif words == {"right"}:
+            report.right += 1
+        else:
+            text, word, how = outcome[0]
+            (report.refused if word == "refused" else report.wrong).append(f"{text}: {how}")
+    return report
+
+
+def _run_kinds(
+    calls: Sequence[tuple[RecordedCall, Any, RecordedCall]], shape: tuple[int, ...]
+) -> list[tuple[str, str, str]]:  # fmt: skip
+    mesh = init_device_mesh("cpu", shape)
+    found = []
+    with torch.no_grad():
+        for call, plain, after in calls:
+            for layouts in _layouts_of_kinds(call, mesh):
+                text = f"{call} in {' | '.join(','.join(map(str, p)) for p in layouts)}"
+                found.append((text, *_one_kind(call, plain, after, mesh, layouts)))
+    return found
+
+
+def _layouts_of_kinds(call: RecordedCall, mesh: DeviceMesh) -> Iterator[list[tuple[Placement, ...]]]:
+    """One tensor pending and the others replicated; all pending alike. Of calls that write, what is written only.
+
+    Kinds that the rule does not pass are reduced first; where they are written to, one of them is tried. Of those
+    that it passes some are, and all of a list op's.
+    """
+    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    tensors = call.tensors
+    info = hot.OpInfo(call.op)
+    names = [a.name for a in call.op._schema.arguments]
+    places = [n for n, v in [*zip(names, call.args), *call.kwargs.items()] for _ in tensors_of(v)]
+    some: list[list[tuple[Placement, ...]]] = []
+    for i, t in enumerate(tensors):
+        if not info.written or places[i] in info.written:
+            kinds = kinds_of(t.dtype)
+            tried = [[(Partial(op), *whole[1:]) if i == j else whole for j in range(len(tensors))] for op in kinds]
+            some += _worth_trying(call, mesh, tried, bool(info.written))
+    for op in ("sum", "avg", "max", "min", "product", "norm2", "bor") if len(tensors) > 1 else ():
+        if all(op in kinds_of(t.dtype) for t in tensors):
+            some += _worth_trying(call, mesh, [[(Partial(op), *whole[1:])] * len(tensors)], False)
+    return iter(some)
+
+
+def _worth_trying(
+    call: RecordedCall, mesh: DeviceMesh, layouts: Sequence[list[tuple[Placement, ...]]], more: bool
+) -> list[list[tuple[Placement, ...]]]:
+    """Up to three layouts in which the rule passes something, all of a list op's, and with `more` one of the others."""
+    info = hot.OpInfo(call.op)
+    passed, rest = [], []
+    for layout in layouts:
+        args, kwargs = wrapped(call, mesh, layout, cut=False)
+        metas = output_metas(call.op, args, kwargs) if info.kind == "plain" and info.entry is not None else None
+        try:
+            rule = None if metas is None else slow.rule_of(info.entry, make_call(call.op, args, kwargs, metas[1]))
+        except REFUSALS:
+            rule = None
+        ops = {p.reduce_op for placements in layout for p in placements if isinstance(p, Partial)}
+        passes = rule is not None and any(group.out_op(op) for group in rule.linear for op in ops)
+        (passed if passes or info.kind == "foreach" else rest).append(layout)
+    start = zlib.crc32(str(call).encode())
+    some = [passed[(start + 3 * i) % len(passed)] for i in range(min(3, len(passed)))] if passed else []
+    return (passed if info.kind == "foreach" else some) + ([rest[start % len(rest)]] if rest and more else [])
+
+
+def _one_kind(
+    call: RecordedCall, plain: Any, after: RecordedCall, mesh: DeviceMesh, layouts: Sequence[Sequence[Placement]]
+) -> tuple[str, str]:  # fmt: skip
+    args, kwargs = wrapped(call, mesh, layouts)
+    given = [t for t in tensors_of((args, kwargs)) if isinstance(t, DTensor)]
+    try:
+        got = hot.dispatch(call.op, args, kwargs)
+    except REFUSALS as e:
+        fault = "fault of the rule" in str(e)
+        return "wrong" if fault else "refused", f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+    except Exception as e:
+        return "wrong", f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+    pairs = [(given, after.tensors, "what is written" if hot.OpInfo(call.op).written else "an input")]
+    if call.op._schema.returns:
+        pairs.append((list(tensors_of(got)), list(tensors_of(plain)), "result"))
+    coarse = {torch.bfloat16, torch.float16}.intersection(t.dtype for t in [*call.tensors, *tensors_of(plain)])
+    tolerance = 2e-2 if coarse else 1e-3
+    found = [
+        (f"{what} {i}, laid out as {getattr(g, '_spec', '')}", g.full_tensor() if isinstance(g, DTensor) else g, want)
+        for gots, wants, what in pairs
+        for i, (g, want) in enumerate(zip(gots, wants, strict=True))
+    ]
+    for what, full, want in found:  # after all have been made whole, which every rank must do
+        bad = differs(full, want, tolerance, tolerance)
+        if bad:
+            return "wrong", f"{what}: {bad}"
+    return "right", ""
