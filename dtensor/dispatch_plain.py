@@ -20,6 +20,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
+from types import FrameType
 from typing import Any
 
 import torch
@@ -177,7 +178,8 @@ def _refuse_written(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _owner(t: torch.Tensor) -> str:
     """Which parameter of which module that is running `t` is, or a view of; "" where it is none."""
-    frame, name, owner, path = sys._getframe(1), "", None, ""
+    frame: FrameType | None = sys._getframe(1)
+    name, owner, path = "", None, ""
     while frame is not None:
         part = frame.f_locals.get("self")
         if isinstance(part, torch.nn.Module):
@@ -219,7 +221,7 @@ def _mixed(
             + "distribute_tensor(x, mesh, placements) for the plain tensor, "
             "or run inside dtensor.experimental.implicit_replication()"
         )
-        logits = args[0] if args else None
+        logits: Any = args[0] if args else None
         if info.name.startswith(_LOSSES) and is_dtensor(logits):
             c = 1 if logits.ndim > 1 else 0
             if any(getattr(p, "dim", None) == c for p in logits._spec.placements):

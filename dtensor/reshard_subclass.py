@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtensor.comm import Communicator
 from dtensor.errors import LayoutError, explain_error
-from dtensor.placement import Replicate, Shard
+from dtensor.placement import Replicate, Shard, StridedShard
 from dtensor.reshard_step import ReshardPlan
 from dtensor.spec import Spec, is_even
 
@@ -67,7 +67,7 @@ def _changing(src: Spec, dst: Spec) -> list[int]:
     axes: list[int] = []
     dims: set[int] = set()
     for a, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
-        cut = {r.dim for r in (p, q) if r.is_shard() or hasattr(r, "dim")}
+        cut = {r.dim for r in (p, q) if isinstance(r, (Shard, StridedShard))}
         if p != q or cut & dims:
             axes.append(a)
             dims |= cut

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,7 +39,7 @@ _all: Checks | None = None
 def check_mode(mode: object, what: str) -> Checks:
     """`mode` where it is True, False or "first"; ValueError otherwise."""
     if mode in ("first", True, False):
-        return cast(Checks, mode if isinstance(mode, str) else bool(mode))
+        return "first" if isinstance(mode, str) else bool(mode)
     raise ValueError(f'{what} must be True, False or "first", got {short(mode)}')
 
 
