@@ -91,7 +91,7 @@ class DeviceMesh(MeshGroups):
         flat = ranks.reshape(-1)
         is_range = bool(flat.size == 0 or (flat[0] == 0 and flat[-1] == flat.size - 1 and (np.diff(flat) == 1).all()))
         if not is_range and np.unique(flat).size != flat.size:
-            raise ValueError(f"DeviceMesh: a rank occurs twice in {ranks.tolist()}")
+            raise ValueError(f"DeviceMesh: a rank occurs twice in {short(ranks.tolist())}")
         key: object = flat.size if is_range else flat.tobytes()
         if flat.size == 0 and ranks.ndim:
             raise ValueError(f"DeviceMesh: a mesh of shape {ranks.shape} has no ranks; every axis needs at least one")
@@ -333,7 +333,7 @@ class DeviceMesh(MeshGroups):
         grid = as_ranks(mesh)
         if grid.ndim != len(groups):
             raise ValueError(
-                f"Expects mesh with ndim equal to number of ProcessGroups but got mesh {grid.tolist()} "
+                f"Expects mesh with ndim equal to number of ProcessGroups but got mesh {short(grid.tolist())} "
                 f"and {len(groups)} ProcessGroups"
             )
         out = DeviceMesh(device_type, grid, mesh_dim_names=mesh_dim_names, _init_backend=False)
@@ -341,7 +341,10 @@ class DeviceMesh(MeshGroups):
             for i, g in enumerate(groups):
                 got, expected = dist.get_process_group_ranks(g), sorted(out._along(out._axes[i]))
                 if sorted(got) != expected:
-                    raise ValueError(f"mesh {grid.tolist()} has ranks {expected} along axis {i}, group {i} has {got}")
+                    raise ValueError(
+                        f"mesh {short(grid.tolist())} has ranks {short(expected)} along axis {i}, "
+                        f"group {i} has {short(got)}"
+                    )
         out._adopt(groups)
         return out
 

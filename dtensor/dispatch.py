@@ -33,7 +33,7 @@ from dtensor.spec import Spec
 from dtensor.strides import in_order
 from dtensor.world import kept
 
-__all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "special"]
+__all__ = ["MovedSpec", "OpInfo", "dispatch", "implicit_replication", "replicates_implicitly", "special"]
 
 MAX_PLANS = 65536
 """Plans kept over all ops; the oldest op tables are dropped beyond."""
@@ -115,6 +115,11 @@ def special(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return f
 
     return deco
+
+
+def replicates_implicitly() -> bool:
+    """Whether plain tensors count as replicated here: inside `implicit_replication`."""
+    return bool(getattr(_flags, "implicit", False))
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ def _refuse_written(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _owner(t: torch.Tensor) -> str:
     """Which parameter of which module that is running `t` is, or a view of; "" where it is none."""
     frame: FrameType | None = sys._getframe(1)
-    name, owner, path = "", None, ""
+    name, path, owner = "", "", None
     while frame is not None:
         part = frame.f_locals.get("self")
         if isinstance(part, torch.nn.Module):

@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 __all__ = [
-    "LIMIT", "CollectiveError", "LayoutError", "MeshError", "MixedTensorError", "NoRuleError", "RuleError", "bounded",
-    "expect", "explain_error", "listed", "short",
+    "LIMIT", "SEE_INPUTS", "WITHOUT_SWAP", "BoundedError", "CollectiveError", "LayoutError", "MeshError",
+    "MixedTensorError", "NoRuleError", "RuleError", "bounded", "expect", "explain_error", "listed", "short",
 ]  # fmt: skip
 
 LIMIT = 1900
@@ -63,7 +63,7 @@ SEE_INPUTS = (
 """What to do about errors that may come from such inputs."""
 
 
-class _Bounded(Exception):
+class BoundedError(Exception):
     """An error whose text is `bounded`, and names `dtensor.swap` where torch's data parallelism led to it."""
 
     def __init__(self, *args: object) -> None:
@@ -99,7 +99,7 @@ DATA_PARALLEL = (
 """Modules of torch that hand out `fully_shard`, `replicate`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
 
 
-class CollectiveError(_Bounded, RuntimeError):
+class CollectiveError(BoundedError, RuntimeError):
     """A collective that its process group did not finish: a timeout, an abort, a rank that is gone."""
 
     def during(self, what: str) -> None:
@@ -111,7 +111,7 @@ class CollectiveError(_Bounded, RuntimeError):
             self.args = (bounded(f"{head}\n  for: {what}" + (f"\n  from: {rest}" if rest else "")),)
 
 
-class LayoutError(_Bounded, RuntimeError):
+class LayoutError(BoundedError, RuntimeError):
     """A layout that an operation cannot take, or an operation that a layout does not allow."""
 
 
@@ -123,11 +123,11 @@ class MeshError(LayoutError):
     """Tensors of different meshes in one operation."""
 
 
-class NoRuleError(_Bounded, NotImplementedError):
+class NoRuleError(BoundedError, NotImplementedError):
     """An operator without a sharding rule that cannot be run another way."""
 
 
-class RuleError(_Bounded, ValueError):
+class RuleError(BoundedError, ValueError):
     """A sharding rule that cannot be meant: it fails, or does not fit its operator."""
 
 

@@ -227,7 +227,7 @@ def normalise_override(given: dict[Any, Any], ndim: int, names: tuple[str, ...] 
             out.append((None, value))
     if given:
         raise RuntimeError(
-            f"Found invalid keys in backend_override: got {list(given)}, expected integers in range [0, {ndim}) "
+            f"Found invalid keys in backend_override: got {short(list(given))}, expected integers in range [0, {ndim}) "
             f"or one of {names or ()}"
         )
     return tuple(out)

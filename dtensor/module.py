@@ -8,20 +8,23 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CellType, FrameType, GeneratorType
+from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, as_mesh
-from dtensor.errors import expect, listed
+from dtensor.dispatch import replicates_implicitly
+from dtensor.errors import LayoutError, expect, explain_error, listed
 from dtensor.placement import Replicate
 from dtensor.tensor import DTensor
 
-__all__ = ["distribute_module", "owned_parameters", "replacing"]
+__all__ = ["distribute_module", "owned_parameters", "refuse_plain_state", "replacing"]
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], object]
 IOFn = Callable[..., object]
@@ -71,6 +74,7 @@ def distribute_module(
         done: dict[int, nn.Parameter] = {}
         for part in module.modules():
             _replicate(part, mesh, done)
+    module.register_load_state_dict_pre_hook(refuse_plain_state)
     if prepare is not None:
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
     if finish is not None:
@@ -115,6 +119,33 @@ def _three_arguments(name: str, fn: IOFn) -> IOFn:
         f"distribute_module: {name} must take 3 arguments (module, value, mesh), {fn!r} takes {count}\n"
         f"  fix: def {name}(module, value, mesh): ..."
     )
+
+
+# ------------------------------------------------------------ plain state dicts
+def refuse_plain_state(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
+    """LayoutError, before anything of `module` is loaded, where plain tensors are to go into its DTensors.
+
+    Nothing says whether such a tensor is whole or this rank's part. Numbers pass, and so does all that counts as
+    replicated.
+    """
+    if replicates_implicitly():
+        return
+    ours = {prefix + n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if isinstance(t, DTensor)}
+    plain = [n for n in ours if _is_plain(state.get(n)) and state[n].numel() > 1]
+    if plain:
+        raise LayoutError(
+            explain_error(
+                "load_state_dict", f"plain tensors for {listed(plain)}",
+                f"a plain tensor would be written into a DTensor, e.g. {plain[0]} ({ours[plain[0]]._spec}); whether it "
+                "is whole or this rank's part is not known. Nothing of this module was loaded",
+                "where every rank has the whole tensors: with dtensor.experimental.implicit_replication(): "
+                "net.load_state_dict(state)",
+            )
+        )  # fmt: skip
+
+
+def _is_plain(x: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
 
 
 # ------------------------------------------------------------ who holds what is replaced
@@ -180,7 +211,7 @@ def _held_by_others(owned: Sequence[Owned], root: nn.Module) -> dict[str, str]:
     holders = gc.get_referrers(*(p for _, p in suspects.values()))
     found: set[int] = set()
     for holder in holders:
-        if id(holder) not in own and not isinstance(holder, _VARIABLES) and not _are_variables(holder):
+        if id(holder) not in own and not isinstance(holder, _VARIABLES) and not _are_variables(holder, holders):
             found |= suspects.keys() & set(map(id, gc.get_referents(holder)))
     held = {i: "somebody else" for i in suspects if i in found}
     for optimizer in [x for x in gc.get_objects() if issubclass(type(x), Optimizer)] if held else ():
@@ -189,9 +220,25 @@ def _held_by_others(owned: Sequence[Owned], root: nn.Module) -> dict[str, str]:
     return {suspects[i][0]: by for i, by in held.items()}
 
 
-def _are_variables(holder: object) -> bool:
-    """Whether a dict is that of a module's globals or of a function's locals."""
-    if not isinstance(holder, dict):
-        return False
-    frames = [x for x in gc.get_referrers(holder) if isinstance(x, FrameType)]
-    return "__builtins__" in holder or any(frame.f_locals is holder for frame in frames)
+def _are_variables(holder: object, holders: list[object]) -> bool:
+    """Whether a holder is a namespace, of a module or of a call, or belongs to a call that an old traceback keeps."""
+    if isinstance(holder, dict) and ("__builtins__" in holder or _call_of(holder) is not None):
+        return True
+    users = [x for x in gc.get_referrers(holder) if x is not holders]
+    calls = [x if isinstance(x, FrameType) else _call_of(x) for x in users]
+    running: set[int] = set()
+    for frame in list(sys._current_frames().values()):
+        step: FrameType | None = frame
+        while step is not None:
+            running.add(id(step))
+            step = step.f_back
+    ours = [x for x in calls if x is not None and x.f_code.co_filename == __file__ and id(x) in running]
+    old = [x for x in calls if x is not None and id(x) not in running]
+    return bool(old) and len(old) + len(ours) == len(calls)
+
+
+def _call_of(names: object) -> FrameType | None:
+    """The call whose local variables a dict holds; None where it is no such dict."""
+    if not isinstance(names, dict):
+        return None
+    return next((x for x in gc.get_referrers(names) if isinstance(x, FrameType) and x.f_locals is names), None)

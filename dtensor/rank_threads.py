@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from dtensor.errors import SEE_INPUTS
+from dtensor.errors import SEE_INPUTS, BoundedError
 from dtensor.rank_streams import RankStreams
 from dtensor.world import fresh_identity
 
@@ -64,7 +64,7 @@ Place = tuple[tuple[CodeType, int], ...]
 _ADVICE = f"All ranks of a group must issue the same collectives in the same order; {SEE_INPUTS}"
 
 
-class CollectiveMismatch(RuntimeError):
+class CollectiveMismatch(BoundedError, RuntimeError):
     """Simulated ranks that do not issue the same collectives."""
 
 

@@ -30,6 +30,7 @@ from torch.nn import _reduction as _Reduction
 from torch.overrides import TorchFunctionMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
+from dtensor.errors import short
 from dtensor.placement import StridedShard
 from dtensor.spec import Spec
 
@@ -220,7 +221,7 @@ def _class_axis(call: str, logits: DTensor) -> int:
 def _check_target(call: str, logits: DTensor, axis: int, target: object) -> list[Placement]:
     """The layout the target must have; TypeError, RuntimeError or ValueError when it cannot be one."""
     if not isinstance(target, torch.Tensor):
-        raise TypeError(f"{call} inside loss_parallel(): target must be a tensor or a DTensor, got {target!r}")
+        raise TypeError(f"{call} inside loss_parallel(): target must be a tensor or a DTensor, got {short(target)}")
     c, shape = class_dim(logits.ndim), tuple(logits.shape)
     rows = (*shape[:c], *shape[c + 1 :])
     if tuple(target.shape) == shape and call == "cross_entropy":

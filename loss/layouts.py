@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from dtensor.errors import short
 from dtensor.placement import StridedShard
 from dtensor.propagation_rules.loss import accumulation_dtype
 
@@ -18,7 +19,7 @@ __all__ = ["check_index_dtype", "check_options", "check_weight", "cuts", "distri
 def check_options(call: str, reduction: str, label_smoothing: float) -> None:
     """ValueError or RuntimeError for a reduction or a smoothing that is none, as torch raises them."""
     if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{call}: {reduction!r} is not a valid value for reduction; use 'none', 'mean' or 'sum'")
+        raise ValueError(f"{call}: {short(reduction)} is not a valid value for reduction; use 'none', 'mean' or 'sum'")
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"{call}: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
 
@@ -55,7 +56,7 @@ def moved(x: DTensor, goal: Sequence[Placement]) -> DTensor:
 def check_weight(call: str, weight: object, count: int) -> torch.Tensor:
     """`weight`; TypeError or RuntimeError where it is not one number for each of `count` classes."""
     if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"{call}: weight must be a tensor, a DTensor or None, got {weight!r}")
+        raise TypeError(f"{call}: weight must be a tensor, a DTensor or None, got {short(weight)}")
     if tuple(weight.shape) != (count,):
         raise RuntimeError(
             f"{call}: weight must have one value for each of the {count} classes, got shape {tuple(weight.shape)}"

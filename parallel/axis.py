@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.device_mesh import as_mesh
+from dtensor.errors import short
 
 from .compare import Checks
 
@@ -113,7 +114,7 @@ def _number(mesh: DeviceMesh, axis: str | int) -> int:
         return names.index(axis)
     if isinstance(axis, int) and not isinstance(axis, bool) and -mesh.ndim <= axis < mesh.ndim:
         return axis % mesh.ndim
-    raise ValueError(f"parallelize_module: the mesh has no axis {axis!r}\n  got: {mesh!r}")
+    raise ValueError(f"parallelize_module: the mesh has no axis {short(axis)}\n  got: {mesh!r}")
 
 
 def _over_others(mesh: DeviceMesh, index: int, others: Others) -> tuple[Placement | None, ...]:
@@ -121,7 +122,7 @@ def _over_others(mesh: DeviceMesh, index: int, others: Others) -> tuple[Placemen
         return tuple(None if i == index else others for i in range(mesh.ndim))
     if not isinstance(others, Mapping) or not all(isinstance(p, Placement) for p in others.values()):
         raise TypeError(
-            f"parallelize_module: others takes a placement, or one for each axis by name, got {others!r}; "
+            f"parallelize_module: others takes a placement, or one for each axis by name, got {short(others)}; "
             'e.g. {"dp": Shard(0)}'
         )
     placed: list[Placement | None] = [None] * mesh.ndim

@@ -77,7 +77,8 @@ class PlanCheck:
         rows: see `Row`.
         missing: entries of the plan that name no module.
         idle: entries whose modules did not run with this example.
-        error: what went wrong, with the path of the module; "" where nothing did.
+        error: what went wrong, with the path of the module, or what would mean something else on the pieces of
+            column-wise layers than on their whole outputs; "" where nothing did.
         forward, backward: all collectives.
         pending: parameters whose gradients stay pending sums until an optimizer or a reader needs them.
     """
@@ -136,6 +137,10 @@ def check_plan(
     ran = {call.path for call in run.calls}
     idle = tuple(name for name in there if not ran & set(found[name]))
     error = "" if run.error is None else f"{run.error[0] or 'the model'}: {type(run.error[1]).__name__}: {run.error[1]}"
+    if not error:
+        from .trial import other_meaning
+
+        error = other_meaning(model, there, as_mesh(mesh), example, axis, others)
     return PlanCheck(
         tuple(_rows(run.calls, there, found)), missing, idle, error,
         tuple(s for c in run.calls for phase in PHASES[:3] for s in c.sent.get(phase, ())),

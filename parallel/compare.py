@@ -39,7 +39,7 @@ _all: Checks | None = None
 def check_mode(mode: object, what: str) -> Checks:
     """`mode` where it is True, False or "first"; ValueError otherwise."""
     if mode in ("first", True, False):
-        return "first" if isinstance(mode, str) else bool(mode)
+        return "first" if mode == "first" else bool(mode)
     raise ValueError(f'{what} must be True, False or "first", got {short(mode)}')
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate
 from dtensor.device_mesh import as_mesh
-from dtensor.errors import expect, short
-from dtensor.module import Owned, owned_parameters, replacing
+from dtensor.errors import expect, listed, short
+from dtensor.module import Owned, owned_parameters, refuse_plain_state, replacing
 
 from .axis import Others
 from .compare import Checks, check_mode
@@ -90,6 +90,7 @@ def parallelize_module(
             _tie_again(tie)
     share_inputs(module, [part for part in module.modules() if STYLES in part.__dict__])
     explain_errors(module)
+    module.register_load_state_dict_pre_hook(refuse_plain_state)  # before any part of it is loaded
     return module
 
 
@@ -174,8 +175,8 @@ def _no_match(module: nn.Module, path: str) -> str:
     names = sorted({n for m in here for n, _ in m.named_children()})
     where = f"below {'.'.join(tokens[:good])!r}" if good else "of the module"
     return (
-        f"parallelize_module: the plan names {path!r}, but no module matches {tokens[good]!r}\n"
-        f"  got: the children {where} are {', '.join(names) or '(none)'}\n"
+        f"parallelize_module: the plan names {short(path)}, but no module matches {short(tokens[good])}\n"
+        f"  got: the children {where} are {listed(names, 20) or '(none)'}\n"
         "  rule: every path in a plan must name at least one module; nothing was changed\n"
         "  fix: correct the path; print([n for n, _ in module.named_modules()]) lists all"
     )
@@ -260,7 +261,7 @@ def _check_ties(module: nn.Module, steps: list[Step], ties: list[Tie]) -> None:
 
 
 def _untied(tie: Tie, layouts: list[Placement | None], names: dict[int, str]) -> str:
-    told = ", ".join(
+    told = listed(
         f"{names.get(id(owner), '?')}.{name}: {layout if layout is not None else 'not in the plan'}"
         for (owner, name), layout in zip(tie, layouts, strict=True)
     )

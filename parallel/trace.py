@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -115,6 +116,16 @@ class Trace(TorchDispatchMode):
                 got, want = (" and ".join(str(list(x)) for x in y) for y in (shapes, mine))
                 return f"{name} would give {got} where {want} is meant"
         return "" if len(self.shapes) == len(other.shapes) else "other operators would run"
+
+    def viewed_otherwise(self, other: Trace) -> str:
+        """The first operator that made as many elements into other shapes in `other`, told; "" where none did."""
+        for (name, mine), (theirs, shapes) in zip(self.shapes, other.shapes, strict=False):
+            if name != theirs:
+                return ""
+            if mine != shapes and list(map(prod, mine)) == list(map(prod, shapes)):
+                got, want = (" and ".join(str(list(x)) for x in y) for y in (shapes, mine))
+                return f"{name} would give {got} where {want} is meant"
+        return ""
 
     # ------------------------------------------------------------ layers
     def _enter(self, path: str) -> Callable[..., None]:

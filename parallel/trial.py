@@ -14,7 +14,8 @@ tensors, one that passes 1 and 3 DTensors; others are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from copy import copy
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from .sequence import SequenceParallel
 from .style import ParallelStyle
 from .trace import Layer, Trace, called
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "other_meaning"]
 
 Styles = dict[str, ParallelStyle]
 
@@ -160,6 +161,53 @@ def _cut_dim(layout: str) -> int | None:
     dims = layout[layout.index("[") + 1 : layout.index("]")].split(",")
     cut = [i for i, n in enumerate(dims) if "@" in n]
     return cut[0] if len(cut) == 1 and ":" not in dims[cut[0]] else None
+
+
+def other_meaning(
+    model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh, example: Example,
+    axis: str | int | None, others: Others,
+) -> str:  # fmt: skip
+    """What code between the layers of `plan` makes of this rank's pieces that it would not make of whole tensors.
+
+    The plan runs twice: with pieces, as it says, and with DTensors in their place, which mean the same as in one
+    process. "" where nothing differs, where no layer gives pieces, and where the model does not run with DTensors, so
+    that nothing can be said.
+    """
+    if not any(style.gives_pieces for style in plan.values()):
+        return ""
+    trial = Trial(model, mesh, axis, others)
+    try:
+        trial.trace([example])
+        pieces, run = trial._run(dict(plan), frozen=True)
+        with implicit_replication():
+            meant, whole = trial._run({name: _whole(style) for name, style in plan.items()}, frozen=True)
+    except (ValueError, RuntimeError, NotImplementedError):
+        return ""
+    if run.error is not None or whole.error is not None:
+        return ""
+    named = {p for name in plan for p, _ in find(model, name.split(".") if name else [], "")}
+    sent = {c.path: told for c in run.calls if (told := c.sent.get("inside"))}
+    sends = [c.path for c in whole.calls if c.path not in named and c.sent.get("inside") and c.path not in sent]
+    numbers = sorted(str(op[0]) for op in pieces.ops - trial.plain.ops - meant.ops)
+    what = meant.viewed_otherwise(pieces)
+    if not what and sends:
+        what = f"{sends[0] or 'the model'} computes something that takes all pieces"
+    if not what and any(name in {op[0] for op in trial.plain.ops} for name in numbers):
+        what = f"{called(numbers[0])} would take other numbers"
+    return what and (
+        f"on this rank's pieces code between the layers means something else than in one process: {what}\n"
+        "  fix: sizes of pieces in the code, view(b, t, -1, head_dim) and not view(b, t, heads, -1); or "
+        "use_local_output=False for the column-wise layers before, which then give DTensors"
+    )
+
+
+def _whole(style: ParallelStyle) -> ParallelStyle:
+    """`style` with DTensors in the place of pieces."""
+    if not style.gives_pieces:
+        return style
+    other = copy(style)
+    other.use_local_output = False  # type: ignore[attr-defined]
+    return other
 
 
 # ------------------------------------------------------------ styles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -28,7 +29,7 @@ from dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from dtensor.errors import LayoutError
+from dtensor.errors import LIMIT, CollectiveError, LayoutError, bounded, listed, short
 from dtensor.experimental import implicit_replication
 from dtensor.loss import loss_parallel
 from dtensor.parallel import (
@@ -170,6 +171,7 @@ print(dtensor.simulate(2)(f))
 with dtensor.simulate.fake_world(512):
     print(dtensor.init_device_mesh("cpu", (512,)).size())
 import os
+import pickle
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")    # as torchrun does
 print(dtensor.init_device_mesh("cpu", (1,)).size())
 """
@@ -487,3 +489,72 @@ def test_fully_shard_without_swap(tmp_path: Path) -> None:
     assert "use dtensor.swap: python -m dtensor.swap program.py" in out[0] and "RAN" not in out[0], out[0]
     assert "fsdp.chunk_cat True" in out[0], out[0]
     assert "RAN" in out[1], out[1]
+
+
+# ------------------------------------------------------------ state dicts
+@pytest.mark.parametrize("call", ["plan", "one by one", "distribute_module"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_plain_state_dict(call: str, assign: bool) -> None:
+    def f(mesh: DeviceMesh) -> None:
+        state = {name: torch.randn(t.shape) for name, t in two_layers().state_dict().items()}
+        for t in state.values():
+            torch.distributed.broadcast(t, 0)
+        net = two_layers()
+        before = net[0].weight.detach().clone()
+        CALLS[call](net, mesh)
+        text = said(
+            lambda: net.load_state_dict(state, assign=assign), LayoutError, "0.weight", "load_state_dict(state)"
+        )
+        assert text.count("fix:") == 1
+        assert torch.equal(net[0].weight.full_tensor(), before)
+        with implicit_replication():
+            net.load_state_dict(state)
+        assert all(isinstance(p, DTensor) for p in net.parameters())
+        assert all(torch.equal(t.full_tensor(), state[name]) for name, t in net.state_dict().items())
+        net.load_state_dict(net.state_dict())
+        plain = unparallelize_module(net)
+        plain.load_state_dict(state)
+        assert not any(m._load_state_dict_pre_hooks for m in plain.modules())
+
+    on_ranks(f, 2)
+
+
+# ------------------------------------------------------------ no text is long
+LONG: dict[str, Callable[[DeviceMesh], Any]] = {
+    "a mesh with a rank twice": lambda m: DeviceMesh("cpu", [*range(5000), 0]),
+    "a mesh of ranks that are not there": lambda m: DeviceMesh("cpu", list(range(5, 5000))),
+    "a plan's path": lambda m: parallelize_module(two_layers(), m, {"x" * 5000: ColwiseParallel()}),
+    "many children": lambda m: parallelize_module(
+        nn.Sequential(*map(nn.Linear, [2] * 900, [2] * 900)), m, {"x": Own()}),
+    "a placement": lambda m: ColwiseParallel(input_layouts=list(range(5000))),  # type: ignore[arg-type]
+    "many tensors": lambda m: torch.stack([distribute_tensor(torch.ones(2), m, [Shard(0)]), *[torch.ones(2)] * 900]),
+    "many plain weights": lambda m: distribute_module(nn.Sequential(*map(nn.Linear, [2] * 300, [2] * 300)), m)
+    .load_state_dict({f"{i}.weight": torch.ones(2, 2) for i in range(300)}),
+    "a target": lambda m: loss_parallel_of(distribute_tensor(torch.ones(2, 4), m, [Shard(1)]), list(range(5000))),
+}  # fmt: skip
+
+
+def loss_parallel_of(logits: torch.Tensor, target: Any) -> Any:
+    with loss_parallel():
+        return F.cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_no_text_is_long(case: str) -> None:
+    def f(mesh: DeviceMesh) -> None:
+        text = said(lambda: LONG[case](mesh), Exception)  # type: ignore[arg-type]
+        assert 20 < len(text) < 2000
+
+    on_ranks(f, 2)
+
+
+def test_long_texts_lose_their_middles() -> None:
+    for text in ("a\n  got: " + "x" * 9000 + "\n  fix: this", "\n".join(["line"] * 900) + "\n  fix: this", "y" * 9000):
+        made = LayoutError(text)
+        assert len(str(made)) <= LIMIT and str(made)[:1] == text[:1] and str(made)[-5:] == text[-5:]
+        assert str(pickle.loads(pickle.dumps(made))) == str(made) and str(LayoutError("short")) == "short"
+    error = CollectiveError("head\n  from: " + "x" * 1800)
+    error.during("y" * 5000)
+    assert len(str(error)) <= LIMIT and "\n  for: y" in str(error)
+    assert short(list(range(9999)))[-5:] == "9998]" and listed(range(100), 3) == "0, 1, 2 and 97 more"
+    assert bounded("z" * 5000, 100) == bounded(bounded("z" * 5000, 100)) and len(bounded("z" * 5000, 100)) <= 100

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from laws import rand
 from suggest_models import Llama
 from test_parallel_collectives import ROWS, Row, sent
@@ -145,5 +147,49 @@ def test_the_example_and_the_model_are_left_alone() -> None:
         assert x.grad is None and all(p.grad is None for p in net.parameters())
         assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before.values(), strict=True))
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+    on_ranks(f, 2)
+
+
+class Between(nn.Module):
+    """Columns, some code, a row."""
+
+    def __init__(self, code: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.code, self.down = nn.Linear(16, 16), code, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.code(self.up(x)))  # type: ignore[no-any-return]
+
+
+CODE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "heads": (lambda q: q.view(2, 3, 4, -1).softmax(-1).flatten(2), "would give [2, 3, 4, 2] where [2, 3, 2, 4]"),
+    "heads, transposed": (
+        lambda q: q.view(2, 3, 4, -1).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2), "view would"),
+    "heads of each rank": (lambda q: q.view(2, 3, -1, 4).softmax(-1).flatten(2), ""),
+    "by reshape": (lambda q: q.reshape(2, 3, 4, -1).softmax(-1).reshape(2, 3, -1), "view would give"),
+    "by unflatten": (lambda q: q.unflatten(-1, (4, -1)).softmax(-1).flatten(2), "view would give"),
+    "softmax over all": (lambda q: q.softmax(-1), "takes all pieces"),
+    "a norm": (lambda q: q / q.norm(dim=-1, keepdim=True), "takes all pieces"),
+    "pointwise": (lambda q: F.silu(q) * 2 + q, ""),
+    "the width as a number": (lambda q: q * q.shape[-1], "would take other numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "text"), CODE.values(), ids=CODE)
+def test_code_that_means_something_else_on_pieces(code: Callable[[torch.Tensor], torch.Tensor], text: str) -> None:
+    """It is told where what ranks compute is wrong, and only there."""
+
+    def f(mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        net, x = Between(code), torch.randn(2, 3, 16)
+        want, plan = net(x), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        report = check_plan(net, plan, mesh, x)
+        assert bool(report) == (not text) and text in report.error, report.error
+        got = parallelize_module(copy.deepcopy(net), mesh, plan)(x)
+        assert torch.allclose(got, want, atol=1e-5) == bool(report)
+        fixed: dict[str, Any] = {**plan, "up": ColwiseParallel(use_local_output=False)}
+        assert check_plan(net, fixed, mesh, x)
+        torch.testing.assert_close(parallelize_module(net, mesh, fixed)(x), want)
 
     on_ranks(f, 2)
