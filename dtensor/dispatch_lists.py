@@ -35,7 +35,7 @@ from dtensor.propagate import Decision, decide
 from dtensor.registry import Call, Entry, find, flat_inputs
 from dtensor.reshard_run import redistribute_local
 from dtensor.reshard_together import may_meet, redistribute_together
-from dtensor.rule_absent import notice, refuse_strict, replicated_rule
+from dtensor.rule_absent import guarded, notice, refuse_strict, replicated_rule
 from dtensor.spec import Spec, TensorMeta
 from dtensor.strides import in_order
 
@@ -166,11 +166,12 @@ def miss_lists(
     results: list[Spec | None] = []
     lost: list[int] = []
     decided: dict[tuple[Any, ...], Decision | None] = {}
+    gathered: list[Call] = []
     for i in range(count):
         call = _element(whole, lists, i, outs)
         what = (call.inputs, call.names, call.outputs)
         if what not in decided:
-            decided[what] = _decide(info, entry, call)
+            decided[what] = _decide(info, entry, call, gathered)
         decision = decided[what]
         if decision is None:
             lost.append(i)
@@ -183,7 +184,7 @@ def miss_lists(
     if info.written:
         execute = counted(execute)
     result = execute(local, named, args)
-    hot.store(info, key, execute)
+    hot.store(info, key, guarded(execute, info, gathered[0], 1) if gathered else execute)
     return result
 
 
@@ -259,8 +260,8 @@ def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(found) != len(set(found))
 
 
-def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
-    """The strategy of one element; None where none keeps what is written."""
+def _decide(info: OpInfo, entry: Entry | None, call: Call, gathered: list[Call]) -> Decision | None:
+    """The strategy of one element; None where none keeps what is written. `gathered`: what moves for want of a rule."""
     mesh = call.inputs[0].mesh
     for spec in call.inputs:
         if spec.mesh != mesh:
@@ -272,6 +273,7 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call) -> Decision | None:
     if rule is None or rule.local is not None or rule.bind is not None:
         refuse_strict(info, call, 1)
         notice(info, call)
+        gathered += [] if all(s.is_replicated() for s in call.inputs) else [call]
         rule = replicated_rule(call)
     rule = replace(rule, kernels=())
     keep = {call.names.index(n): 0 if call.outputs else -1 for n in info.written if n in call.names}

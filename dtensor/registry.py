@@ -33,8 +33,8 @@ from dtensor.spec import Spec, TensorMeta
 from dtensor.world import forget
 
 __all__ = [
-    "Builder", "Call", "Entry", "built_in", "clear_plans", "entries", "find", "linear_groups", "lookup", "override",
-    "pattern", "present_groups", "printed", "register", "rules_are_loaded", "tensor_names", "unregister",
+    "Builder", "Call", "Entry", "built_in", "clear_plans", "entries", "find", "is_inplace", "linear_groups", "lookup",
+    "override", "pattern", "present_groups", "printed", "register", "rules_are_loaded", "tensor_names", "unregister",
 ]  # fmt: skip
 
 Builder = Callable[["Call"], "Rule | None"]

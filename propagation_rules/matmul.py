@@ -17,7 +17,7 @@ import torch
 
 from dtensor.factors import Dims, Linear, Rule
 from dtensor.pattern import parse_pattern
-from dtensor.registry import Call, pattern, present_groups, register
+from dtensor.registry import Call, is_inplace, pattern, present_groups, register
 from dtensor.spec import Spec
 
 from .dtypes import is_exact
@@ -126,7 +126,7 @@ def is_whole(dtype: torch.dtype) -> bool:
 def addmv(call: Call) -> Rule:
     """As `addmm`; but without rows or columns torch gives an addend of one element back as it is."""
     rule = plus("m k, k -> m", linear="0+1|0+2")(call)
-    inplace = call.op._schema.name.endswith("_")
+    inplace = is_inplace(call.op)
 
     def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
         out = outs[0]

@@ -136,9 +136,9 @@ def fused_step(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
 
 def _register_fused(name: str) -> None:
     for overload in getattr(torch.ops.aten, name).overloads():
-        if "out" in overload:
-            continue
         op = getattr(getattr(torch.ops.aten, name), overload)
+        if any(a.is_out for a in op._schema.arguments):
+            continue
         special(f"aten.{name}.{overload}")(lambda args, kwargs, op=op: fused_step(op, args, kwargs))
 
 

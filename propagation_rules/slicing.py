@@ -18,7 +18,7 @@ import torch
 from dtensor.factors import Kernel, Rule, passes
 from dtensor.kernel import KernelContext
 from dtensor.placement import StridedShard
-from dtensor.registry import Call, register
+from dtensor.registry import Call, is_inplace, register
 from dtensor.reshard_run import resolved
 from dtensor.spec import Spec
 from dtensor.strides import in_order
@@ -209,7 +209,7 @@ def _run_triangle(ctx: KernelContext) -> torch.Tensor:
     columns = ctx.indices(0, x.ndim - 1, x.device)[None, :]
     name, k = ctx.call.op._schema.name, int(str(ctx.arguments["diagonal"]))
     cleared = columns - rows > k if "tril" in name else columns - rows < k
-    if ctx.call.op._schema.name.endswith("_"):
+    if is_inplace(ctx.call.op):
         return x.masked_fill_(cleared, 0)
     return x.masked_fill(cleared, 0)
 

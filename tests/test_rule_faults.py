@@ -262,6 +262,20 @@ def test_list_forms_follow_a_programs_rule() -> None:
         assert on(2, f)[0] == (R,)
 
 
+def test_strict_rules_refuse_list_ops_that_are_cached() -> None:
+    def f(mesh: Any) -> None:
+        x = make(rand(4, 2), mesh, [S0])
+        torch._foreach_exp([x])
+        with dtensor.strict_rules():
+            for _ in range(2):
+                with pytest.raises(NoRuleError, match="_foreach_exp"):
+                    torch._foreach_exp([x])
+            torch._foreach_exp([make(rand(4, 2), mesh, [R])])
+
+    with override("aten._foreach_exp", lambda call: None):
+        on(2, f)
+
+
 def test_a_rule_comes_before_what_handles_an_op_as_a_whole() -> None:
     def f(mesh: Any) -> Any:
         table, i = make(rand(6, 4), mesh, [S1]), make(torch.tensor([0, 1, 2]), mesh, [R])
