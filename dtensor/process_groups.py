@@ -45,6 +45,7 @@ class GroupTable:
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._count: dict[tuple[int, ...], int] = {}
         self._families: set[tuple[tuple[int, ...], ...]] = set()
+        self.process = os.getpid()
 
     def get(
         self, ranks: Sequence[int], device_type: str, backend: str | None = None, options: object = None,
@@ -213,16 +214,13 @@ def is_mesh_made(group: dist.ProcessGroup) -> bool:
     return str(group.group_name).startswith(_PREFIX)
 
 
-_pid = os.getpid()
-
-
 @atexit.register
 def _end() -> None:
     """Destroy gloo groups that meshes were made in and that the program has left to the end of the process.
 
     Not after a fork, in which their threads are missing. Other backends end in their own way.
     """
-    if not _tables or os.getpid() != _pid or not dist.is_initialized():
+    if not dist.is_initialized() or all(table.process != os.getpid() for _, table in _tables):
         return
     if any("gloo" not in c or "nccl" in c for c in map(str, c10d._world.pg_backend_config.values())):
         return

@@ -272,10 +272,11 @@ def test_no_write_escapes_a_view_that_moved_data() -> None:
 def test_without_torchs_own_wrapper_constructor(monkeypatch) -> None:
     """Older versions of torch lack the C++ constructor; the one in Python does the same."""
     from dtensor import dispatch, tensor
+    from dtensor.registry import clear_plans
 
     monkeypatch.setattr(tensor, "new", tensor._python_new)
     monkeypatch.setattr(dispatch, "_new", tensor._python_new)
-    dispatch._clear()  # plans hold the constructor
+    clear_plans()  # plans hold the constructor
 
     def f(mesh):
         x, w = make(rand(6, 4), mesh, [Shard(0)], requires_grad=True), make(rand(4, 5), mesh, [R], requires_grad=True)
@@ -289,7 +290,7 @@ def test_without_torchs_own_wrapper_constructor(monkeypatch) -> None:
         assert y.shape == (30,) and x.grad.stride() == (4, 1) and x.dtype == torch.float32
 
     on(2, f)
-    dispatch._clear()
+    clear_plans()
 
 
 @pytest.mark.parametrize("grad", [False, True])
