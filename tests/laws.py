@@ -484,17 +484,21 @@ def _worth_trying(
 ) -> list[list[tuple[Placement, ...]]]:
     """Up to three layouts in which the rule passes something, all of a list op's, and with `more` one of the others."""
     info = hot.OpInfo(call.op)
-    passed, rest = [], []
-    for layout in layouts:
+    passed: list[list[tuple[Placement, ...]]] = []
+    rest: list[list[tuple[Placement, ...]]] = []
+    metas = None
+    for i, layout in enumerate(layouts if info.kind == "plain" and info.entry is not None else ()):
         args, kwargs = wrapped(call, mesh, layout, cut=False)
-        metas = output_metas(call.op, args, kwargs) if info.kind == "plain" and info.entry is not None else None
+        metas = metas if i else output_metas(call.op, args, kwargs)
         try:
             rule = None if metas is None else slow.rule_of(info.entry, make_call(call.op, args, kwargs, metas[1]))
         except REFUSALS:
             rule = None
         ops = {p.reduce_op for placements in layout for p in placements if isinstance(p, Partial)}
         passes = rule is not None and any(group.out_op(op) for group in rule.linear for op in ops)
-        (passed if passes or info.kind == "foreach" else rest).append(layout)
+        (passed if passes else rest).append(layout)
+    if info.kind != "plain" or info.entry is None:
+        passed, rest = (list(layouts), []) if info.kind == "foreach" else ([], list(layouts))
     start = zlib.crc32(str(call).encode())
     some = [passed[(start + 3 * i) % len(passed)] for i in range(min(3, len(passed)))] if passed else []
     return (passed if info.kind == "foreach" else some) + ([rest[start % len(rest)]] if rest and more else [])
