@@ -274,3 +274,43 @@ def by_width_only(table: Any) -> tuple[Placement, ...]:
         for p, k in zip(table.placements, mesh.shape, strict=True)
     ]
     return tuple(kept) if sum(isinstance(p, Shard) for p in kept) <= 1 else (Replicate(),) * mesh.ndim
+
+
+_INTO = (
+    "inverse linalg_cholesky linalg_det linalg_eigvalsh linalg_inv linalg_matrix_rank linalg_solve linalg_svdvals "
+    "matmul msort nll_loss"
+).split()
+"""Composites whose forms with `out=` write into a view of it that C++ takes, or into tensors made beside it."""
+
+
+def _takes(op: hot.Op) -> list[tuple[str, str]]:
+    """Names and types of what an op takes but for `out`."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+
+
+def _into(function: hot.Op, out_name: str, form: str) -> None:
+    """Let the form of a composite with `out=` be the composite itself, whose result is written."""
+
+    @instead_of(form)
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = kwargs.pop(out_name)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*filter(is_dtensor, flat(args, kwargs)), out)):
+            raise RuntimeError(
+                f"{form}: out= takes no part in autograd, but an argument requires grad; leave out= away, or call it "
+                "inside torch.no_grad()"
+            )
+        result = function(*args, **kwargs)
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"{form}: the result's {result.dtype} can't be cast to {out.dtype}, the dtype of out=")
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+
+for _packet in (getattr(torch.ops.aten, name) for name in _INTO):
+    _forms = [getattr(_packet, overload) for overload in _packet.overloads()]
+    for _form in _forms:
+        _out = [a.name for a in _form._schema.arguments if a.is_out]
+        for _function in _forms if len(_out) == 1 else ():
+            if _takes(_function) == _takes(_form) and not any(a.is_out for a in _function._schema.arguments):
+                _into(_function, _out[0], _form.name())

@@ -144,6 +144,44 @@ def test_out_forms() -> None:
     on(2, f)
 
 
+_POSITIVE = rand(4, 4) @ rand(4, 4).T + 4 * torch.eye(4)
+COMPOSITES = {
+    "matmul 32": (torch.matmul, rand(6, 4, 8), rand(8, 3)), "matmul 31": (torch.matmul, rand(6, 4, 8), rand(8)),
+    "matmul 13": (torch.matmul, rand(8), rand(6, 8, 4)), "inner": (torch.inner, rand(6, 4, 8), rand(3, 8)),
+    "linalg.matmul": (torch.linalg.matmul, rand(2, 3, 4), rand(4, 2)),
+    "multi_dot": (lambda *x, out: torch.linalg.multi_dot(x, out=out), rand(3, 4), rand(4, 5), rand(5, 2)),
+    "det": (torch.linalg.det, _POSITIVE), "inv": (torch.linalg.inv, _POSITIVE), "inverse": (torch.inverse, _POSITIVE),
+    "cholesky": (torch.linalg.cholesky, _POSITIVE), "svdvals": (torch.linalg.svdvals, rand(4, 3)),
+    "msort": (torch.msort, rand(4, 3)), "pinv": (torch.linalg.pinv, rand(4, 3)),
+    "eigvalsh": (torch.linalg.eigvalsh, _POSITIVE), "solve": (torch.linalg.solve, _POSITIVE, rand(4, 2)),
+    "matrix_rank": (torch.linalg.matrix_rank, _POSITIVE), "cond": (torch.linalg.cond, _POSITIVE),
+    "nll_loss": (torch._C._nn.nll_loss, rand(4, 3), torch.tensor([0, 1, 2, 0])),
+    "vstack": (lambda *x, out: torch.vstack(x, out=out), rand(3, 4), rand(2, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_out_forms_of_composites(name: str) -> None:
+    """Also where torch's C++ writes into a view of the target that it takes, or into tensors that it makes itself."""
+    call, *inputs = COMPOSITES[name]
+    want = call(*inputs, out=None) if name not in ("multi_dot", "vstack") else call(*inputs, out=torch.empty(0))
+
+    def f(mesh):
+        for placed in [R, *[S0] * (want.ndim > 0), *[P] * want.is_floating_point()]:
+            target = make(torch.ones(want.shape, dtype=want.dtype), mesh, [placed])
+            args = [make(x, mesh, [S0]) for x in inputs]
+            assert call(*args, out=target) is target and target.placements == (placed,)
+            close(target, want)
+        if want.is_floating_point() and name not in ("inner", "cond"):  # plain torch lets those through
+            args[0].requires_grad_()
+            with pytest.raises(RuntimeError, match="out="):
+                call(*args, out=target)
+            with pytest.raises(RuntimeError, match="cast|dtype"), torch.no_grad():
+                call(*args, out=make(torch.ones(want.shape, dtype=torch.int64), mesh, [R]))
+
+    on(2, f)
+
+
 def test_metadata_in_place() -> None:
     def f(mesh):
         for placed in (S0, S1, P, R):
