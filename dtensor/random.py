@@ -104,6 +104,7 @@ def draw_part(
     The result is the drawn tensor itself, a view of it, or a new tensor.
     """
     if device.type == "meta":
+        _agree_as_shapes(spec, _state if spec.numel <= WHOLE_DRAW else _number, device)
         return draw(spec.local_shape)
     if device.type not in ("cpu", "cuda") or spec.numel > WHOLE_DRAW or spec.mesh.coord is None:
         got = run_seeded(lambda: draw(spec.local_shape), spec, generator, device)
@@ -122,6 +123,7 @@ def _common_stream(spec: Spec, generator: torch.Generator, device: torch.device)
     """
     axes = _agreeing_axes(spec)
     if axes and _without_values(spec):
+        _agree_as_shapes(spec, _state, device)
         axes = []
     if axes and _in_graph():
         with _Seeded(spec, None, generator, device):
@@ -148,6 +150,17 @@ def _without_values(spec: Spec) -> bool:
     """True for tensors without values in a world that does not exist: nothing is drawn, nothing must agree."""
     world = spec.mesh._world
     return world is not None and world.kind == "fake" and traced(torch.empty(0))
+
+
+_state, _number = (torch.Size([5056]), torch.uint8), (torch.Size([]), torch.int64)
+"""What ranks make common: the state of a CPU generator, or a number of one."""
+
+
+def _agree_as_shapes(spec: Spec, what: tuple[torch.Size, torch.dtype], device: torch.device) -> None:
+    """Send what tensors with values would, for those that count it."""
+    shape, dtype = what
+    for axis in _agreeing_axes(spec):
+        spec.mesh.comm(axis).broadcast(torch.empty(shape, dtype=dtype, device=device), 0)
 
 
 def _refuse_capture(spec: Spec, device: torch.device) -> None:
@@ -193,6 +206,9 @@ def run_seeded(
     run: Callable[[], object], spec: Spec, generator: torch.Generator | None, device: torch.device
 ) -> object:
     """Run a local random op for a tensor laid out as `spec`, keeping the promises above."""
+    if device.type == "meta":
+        _agree_as_shapes(spec, _number, device)
+        return run()
     with _seeded(spec, default_generator(device) if generator is None else generator, device):
         return run()
 
@@ -214,6 +230,7 @@ PHILOX_STEP = 4
 def _seeded(spec: Spec, generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Inside, `generator` is seeded for this rank's shard; afterwards it is where one number took it."""
     if _without_values(spec):
+        _agree_as_shapes(spec, _number, device)
         yield
         return
     if _in_graph():

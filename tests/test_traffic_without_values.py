@@ -145,6 +145,22 @@ def test_programs(program: Program) -> None:
     alike(program, (4,))
 
 
+def draws(device: str, mesh: DeviceMesh) -> None:
+    for layout in ([R, R], [R, Shard(0)], [Shard(1), R], [P, Shard(0)]):
+        x = local_of((4, 6), mesh, tuple(layout), device)
+        torch.rand_like(x)
+        torch.nn.functional.dropout(x, 0.5)
+        torch.bernoulli(x * 0)
+
+
+def test_draws() -> None:
+    """In a trace over a process group the ranks share a number, and send less."""
+    found = ways(draws, (2, 2))
+    for world, kind in (("fake world", "meta"), ("fake world", "trace"), ("group", "meta"), ("simulated", "meta")):
+        assert found[f"{world}, {kind}"] == found[f"{world}, cpu"], (world, kind)
+        assert found[f"{world}, cpu"][1]
+
+
 def test_a_difference_is_told() -> None:
     with pytest.raises(AssertionError, match="meta"):
         alike(lambda device, m: local_of((8, 8), m, (Shard(0),), device).redistribute(
