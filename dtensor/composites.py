@@ -45,13 +45,13 @@ def instead_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(f: Callable[..., Any]) -> Callable[..., Any]:
         space, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
-        op: hot.Op = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if any(map(is_dtensor, flat(args, kwargs))):
                 out = f(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
+            op: hot.Op = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")  # defined by now
             return op.redispatch(keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), *args, **kwargs)
 
         library = _libraries.setdefault(space, torch.library.Library(space, "IMPL"))
@@ -145,6 +145,18 @@ def _fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Ten
             part = part.diagonal(0, 0, 1)
         part.fill_(value)
     return x
+
+
+@instead_of("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
+def _unchunked(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None, ignore_index: int, *_: Any, **__: Any,
+) -> torch.Tensor:  # fmt: skip
+    """torch saves memory by buffers that it makes itself, in its backward too; shards save that memory already."""
+    logits = torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.cross_entropy(
+        logits, target, class_weight, ignore_index=ignore_index, reduction="none"
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------ lookups
