@@ -389,7 +389,8 @@ class DeviceMesh(MeshGroups):
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         root = self._get_root_mesh()
         key = self._key if isinstance(self._key, int) else self._map.tolist()
-        return _rebuild, (self._device_type, key, root._axes, root._names, self._axes, self._names, self._ready)
+        place = root._axes, root._names, self._axes, self._names, self._ready, self._rank
+        return _rebuild, (self._device_type, key, *place)
 
 
 def _current_mesh() -> DeviceMesh:
@@ -440,18 +441,23 @@ def _rebuild(
     axes: tuple[Axis, ...],
     names: tuple[str, ...] | None,
     ready: bool,
+    rank: int | None = None,
 ) -> DeviceMesh:
-    """Unpickle a mesh as this process's rank sees it. Groups are made, or found again, when first used."""
+    """Unpickle a mesh as this process's rank sees it. Groups are made, or found again, when first used.
+
+    A process without a group, such as a worker that saves, sees it as `rank` did, which pickled it.
+    """
     world = current_world() if has_world() else None
     if world is None:
         warnings.warn(
-            "A DeviceMesh was unpickled before torch.distributed was initialised: it has no rank and no groups.",
+            "A DeviceMesh was unpickled where torch.distributed is not initialised: it has no groups, and is seen as "
+            f"by rank {rank}, which pickled it.",
             stacklevel=2,
         )
     flat = np.arange(rank_map, dtype=np.int64) if isinstance(rank_map, int) else np.asarray(rank_map, dtype=np.int64)
     key: object = rank_map if isinstance(rank_map, int) else flat.tobytes()
     root = DeviceMesh.__new__(DeviceMesh)
-    root._setup(device_type, flat, key, root_axes, root_names, world, None, None)
+    root._setup(device_type, flat, key, root_axes, root_names, world, rank if world is None else None, None)
     root._ready = ready and world is not None
     return root if (axes, names) == (root_axes, root_names) else root._derive(axes, names)
 

@@ -35,11 +35,13 @@ _by_number: weakref.WeakValueDictionary[int, MeshGeometry] = weakref.WeakValueDi
 class MeshGeometry(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """A grid of ranks as one of them sees it. `shape`, `ndim` and `coord` (None outside) are plain attributes.
 
-    `graph_number` is how a compiled graph names this object.
+    `graph_number` is how a compiled graph names this object. A mesh takes other attributes; they are no part of its
+    value.
     """
 
     __slots__ = (
-        "__weakref__", "_axes", "_comms", "_device_type", "_flattened", "_groups", "_hash", "_key", "_map", "_names",
+        "__dict__", "__weakref__", "_axes", "_comms", "_device_type", "_flattened", "_groups", "_hash", "_key", "_map",
+        "_names",
         "_overrides", "_position", "_rank", "_ready", "_root", "_slices", "_world", "coord", "graph_number", "ndim",
         "shape",
     )  # fmt: skip

@@ -52,6 +52,19 @@ def _python_new(cls: type, local: torch.Tensor, spec: Spec, *, requires_grad: bo
     return made
 
 
+class _Absent:
+    """A private name of torch's class that programs ask for: an AttributeError that says what stands for it."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"DTensor.{self._name} is of torch's engine; here {self._instead}")
+
+
 new: Callable[..., Any] = _native_new if _native_new is not None else _python_new
 """`new(cls, local, spec, requires_grad=)`: the wrapper, unchecked and without autograd."""
 
@@ -94,6 +107,14 @@ class DTensor(_Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
         return _run(func, args, kwargs)
+
+    _op_dispatcher = _Absent(
+        "dtensor.dispatch.dispatch runs an op, dtensor.registry.lookup(op) gives its rule, dtensor.experimental."
+        "register_sharding and dtensor.registry.register take one"
+    )
+    _propagator = _Absent("dtensor.propagate decides where an op runs, dtensor.registry holds the rules")
+    _custom_dispatch_ops = _Absent("dtensor.dispatch.special registers a function that handles an op as a whole")
+    _raise_if_contains_partial_placements = _Absent("x._spec.has_partial() tells whether a reduction is pending")
 
     # ------------------------------------------------------------ what it is
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -151,18 +152,19 @@ def _pieces(runs: Sequence[Run], ins: Sequence[Places], outs: Sequence[Places], 
     """The pieces of the runs that position `p` holds and `q` must hold, in local indices of both."""
     found = []
     for r in runs:
-        base = 0
+        base, goals = 0, outs[r.target][q]
+        starts, before = [b for b, _ in goals], [0, *itertools.accumulate(n for _, n in goals)]
         for a, held in ins[r.source][p]:
             lo, hi = _within(r.start, r.step, r.length, a, held)
             if lo < hi:
-                put = 0
-                for b, wanted in outs[r.target][q]:
+                low, high = sorted((r.out + r.stride * lo, r.out + r.stride * (hi - 1)))
+                for i in range(max(bisect_right(starts, low) - 1, 0), bisect_right(starts, high)):
+                    b, wanted = goals[i]
                     first, last = _within(r.out, r.stride, r.length, b, wanted)
                     first, last = max(first, lo), min(last, hi)
                     if first < last:
-                        out, start = r.out + r.stride * first - b + put, r.start + r.step * first - a + base
+                        out, start = r.out + r.stride * first - b + before[i], r.start + r.step * first - a + base
                         found.append(Piece(r.target, out, r.stride, last - first, start, r.step, r.source))
-                    put += wanted
             base += held
     return found
 

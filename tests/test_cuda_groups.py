@@ -186,7 +186,8 @@ def test_the_world_is_bound_where_it_is_made(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
     mesh_arguments.start_world("cuda")
     mesh_arguments.start_world("cpu")
     assert made == [1, {"device_id": torch.device("cuda", 1)}, {}]

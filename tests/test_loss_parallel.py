@@ -254,3 +254,25 @@ def test_plain_tensors_inside_are_left_alone() -> None:
     with loss_parallel():
         torch.testing.assert_close(F.cross_entropy(x, t), want)
         torch.testing.assert_close(torch.nn.CrossEntropyLoss()(x, t), want)
+
+
+def test_a_function_that_a_program_wraps_runs_once_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's function asks the mode under its name, which is the program's by then."""
+    calls: list[str] = []
+
+    def wrap(home: object, name: str) -> None:
+        inner = getattr(home, name)
+
+        def wrapped(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, wrapped)
+
+    for home, name in ((torch.Tensor, "backward"), (F, "dropout"), (torch.Tensor, "split")):
+        wrap(home, name)
+    x = torch.ones(4, requires_grad=True)
+    with loss_parallel():
+        (F.dropout(x, 0.0).split(2)[0] * 3).sum().backward()
+    assert calls == ["dropout", "split", "backward"] and x.grad is not None
+    assert x.grad.tolist() == [3, 3, 0, 0]

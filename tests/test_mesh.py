@@ -270,9 +270,9 @@ def test_copies_and_pickles() -> None:
 def test_pickle_without_a_world() -> None:
     with fake_world(4):
         data = pickle.dumps(init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")))
-    with pytest.warns(UserWarning, match="no rank and no groups"):
+    with pytest.warns(UserWarning, match="has no groups"):
         read = pickle.loads(data)
-    assert read.shape == (2, 2) and read.coord is None and read.mesh.tolist() == [[0, 1], [2, 3]]
+    assert read.shape == (2, 2) and read.coord == (0, 0) and read.mesh.tolist() == [[0, 1], [2, 3]]
     with pytest.raises(RuntimeError):
         read.comm(0)
 
@@ -581,3 +581,16 @@ def test_on_torchs_fake_group_a_rank_may_send_nothing(async_op: bool) -> None:
         assert got.shape == (6,) and got.dtype is dtype
         parts = comm.all_to_all([torch.empty(0, 2, dtype=dtype)] * 4, [(0, 2), (1, 2), (2, 2), (0, 2)])
         assert [p.shape for p in parts] == [(0, 2), (1, 2), (2, 2), (0, 2)]
+
+
+def test_a_mesh_takes_attributes_that_are_no_part_of_its_value() -> None:
+    from unittest import mock
+
+    with fake_world(4):
+        mesh, other = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")) for _ in range(2))
+        before = hash(mesh)
+        mesh.note = 1  # type: ignore[attr-defined]
+        assert mesh == other and hash(mesh) == hash(other) == before and not hasattr(mesh["x"], "note")
+        with mock.patch.object(mesh, "get_rank", return_value=7):
+            assert mesh.get_rank() == 7
+        assert mesh.get_rank() == 0

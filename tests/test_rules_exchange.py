@@ -19,6 +19,7 @@ from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard,
 from dtensor.comm import observers
 from dtensor.factors import Rule
 from dtensor.moved import MovedSpec
+from dtensor.propagation_rules import exchange_plan
 from dtensor.propagation_rules.exchange import Run, backwards, busiest, cutting, exchange, places
 from dtensor.propagation_rules.exchange_plan import plan
 from dtensor.propagation_rules.sorting import sort
@@ -370,3 +371,17 @@ def test_of_equal_values_torchs_own_index_is_given(shape: tuple[int, ...], n: in
             assert torch.equal(got.indices.full_tensor(), want.indices)
 
     dtensor.simulate(4)(f)
+
+
+@pytest.mark.parametrize(("step", "start"), [(1, 3), (-1, 0), (2, 1)])
+def test_pieces_of_many_intervals_are_found_in_one_walk(
+    monkeypatch: pytest.MonkeyPatch, step: int, start: int
+) -> None:
+    """Rows of columns that two axes cut, flattened: as many intervals as rows, each looked at a few times."""
+    n, looked, within = 200, [], exchange_plan._within
+    monkeypatch.setattr(exchange_plan, "_within", lambda *a: looked.append(a) or within(*a))
+    places = tuple(tuple((8 * i + 2 * q, 2) for i in range(n)) for q in range(4))
+    first = start if step > 0 else 8 * n - 1
+    runs = (Run(0, first, (8 * n - start) // abs(step), step),)
+    pieces = [c for q in range(4) for c in exchange_plan._pieces(runs, [places], [places], 0, q)]
+    assert sum(c.length for c in pieces) > n // 2 and len(looked) <= 5 * n * 4

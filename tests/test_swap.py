@@ -81,6 +81,8 @@ assert type(x) is DTensor
 assert torch.equal(DTensor(x.to_local(), x._spec, requires_grad=False).full_tensor(), x.to_local())
 spec = DTensorSpec(mesh, (dt.Shard(0),), tensor_meta=TensorMeta(torch.Size([2, 3]), (3, 1), torch.float32))
 assert spec is x._spec and isinstance(spec, DTensorSpec) and spec.num_shards_map == [1, 1] and spec.num_shards == 1
+import pprint
+assert pprint.pformat(spec) == repr(spec) and dataclasses.is_dataclass(spec)
 half = dataclasses.replace(spec, tensor_meta=TensorMeta(spec.shape, spec.stride, torch.bfloat16))
 assert half.dtype is torch.bfloat16 and half.placements == spec.placements
 with use_min_cost_redistribution_plan():

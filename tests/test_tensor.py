@@ -351,3 +351,25 @@ def test_plain_parameters_become_dtensors_in_place(way: str, layout: Placement) 
         dtensor.simulate(2)(run)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_a_part_is_known_where_there_is_no_group() -> None:
+    """A DTensor sent to a process without a group, such as one that writes checkpoints, keeps its place."""
+
+    def f(mesh):
+        x = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0), Shard(1)])
+        return pickle.dumps(x), mesh.coord, [c.offsets for c in x.__create_chunk_list__()]
+
+    for data, coord, offsets in on(4, f, 2, 2):
+        with pytest.warns(UserWarning, match="has no groups"):
+            x = pickle.loads(data)
+        assert x.device_mesh.coord == coord and x._spec.local_shape == x.to_local().shape
+        assert [c.offsets for c in x.__create_chunk_list__()] == offsets
+        assert [i.index.offset for i in x.__create_write_items__("x", x)] == offsets
+
+
+@pytest.mark.parametrize("name", ["_op_dispatcher", "_propagator", "_custom_dispatch_ops", "_stable_hash_for_caching"])
+def test_private_names_of_torchs_class_say_what_stands_for_them(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"DTensor.{name} is of torch's engine; here "):
+        getattr(DTensor, name)
+    assert not hasattr(DTensor, name)

@@ -86,7 +86,8 @@ def install() -> None:
     for name, module in _loaded():
         _entries[name] = module
         sys.modules[name] = _mapping.modules[id(module)][1]
-    setattr(Spec, "__dataclass_fields__", vars(_Fields)["__dataclass_fields__"])  # noqa: B010
+    for name in _DATACLASS:
+        setattr(Spec, name, getattr(_Fields, name))
     _mapping.on = True
     children.follow()
     data_parallel.follow()
@@ -114,7 +115,8 @@ def uninstall() -> None:
     _changes.clear()
     back = _mapping.back()
     rebind.rebind(lambda value: back[id(value)][1] if id(value) in back and back[id(value)][0] is value else None)
-    delattr(Spec, "__dataclass_fields__")
+    for name in _DATACLASS:
+        delattr(Spec, name)
 
 
 @contextmanager
@@ -179,7 +181,11 @@ def _let_torch_find_its_own() -> None:
     torch.neg(probe)
 
 
-@dataclasses.dataclass
+_DATACLASS = ("__dataclass_fields__", "__dataclass_params__", "__match_args__")
+"""What makes a class a dataclass, for who asks: a part of it alone would be believed."""
+
+
+@dataclasses.dataclass(repr=False, eq=False)
 class _Fields:
     """What `dataclasses.replace(spec, tensor_meta=...)` passes on: the arguments of torch's `DTensorSpec`."""
 
