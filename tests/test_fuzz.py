@@ -45,7 +45,7 @@ def test_a_seed_is_a_program() -> None:
     drawn = [s for seed in range(20) for s in draw(seed, (2, 3)).steps]
     assert {s.family for s in drawn} == {"leaf", *(f.name for f in families())}
     words = {w for s in drawn for w in s.layout}
-    assert {"R", "S0", "S1", "P(sum)", "P(max)", "P(min)", "P(avg)", "P(product)", "S0/3"} <= words
+    assert {"R", "S0", "S1", "P(sum)", "P(max)", "P(min)", "P(avg)", "P(product)", "P(norm2)", "S0/3"} <= words
 
 
 # ------------------------------------------------------------ it can fail

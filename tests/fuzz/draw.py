@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtensor.propagation_rules.proof.parts import kinds_of
 from fuzz import side
 from fuzz.side import DTYPES, Side
 
@@ -83,14 +84,16 @@ def families() -> list[Family]:
 
 
 # ------------------------------------------------------------ layouts
-def layout_words(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype, mesh: tuple[int, ...]) -> list[str]:
-    """A layout: shards, also of one dim in another order of the axes, and one kind of pending reduction."""
-    kinds = ["sum", "sum", "max", "min"] + ["avg", "avg", "product"] * dtype.is_floating_point
+def layout_words(
+    rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype | None, mesh: tuple[int, ...]
+) -> list[str]:
+    """A layout: shards, also of one dim in another order of the axes, and one kind of pending reduction of a dtype."""
+    kinds = ["sum", *(kinds_of(dtype) if dtype else ())]
     kind, words = rng.choice(kinds), list[str]()
     one = rng.random() < 0.15  # all axes cut one dim
     for axis in range(len(mesh)):
         chance = rng.random()
-        if chance < 0.17 and dtype not in (torch.bool, torch.uint8):
+        if chance < 0.17 and len(kinds) > 1:
             words.append(f"P({kind})")
         elif not shape or (chance < 0.45 and not one):
             words.append("R")
@@ -157,8 +160,12 @@ class Draw:
         elif re.match(r"\{[xun]\}\.\w+_\(.*\)$", call) and self.rng.random() < 0.3:
             text = f"v{self.new()} = {text} is {fields[call[1]]}"
         if self.rng.random() < 0.12 and family.name not in ("backward", "gradients", "values"):
-            text = f"with torch.no_grad(): {text}"
+            text = f"with torch.{self.rng.choice(['no_grad', 'no_grad', 'inference_mode'])}(): {text}"
+        before = set(self.names)
         self.run(Step(text, family.name, tuple(words)))
+        made = [self.names[k] for k in self.tensors() if k not in before]
+        if "inference_mode" in text and any(t.requires_grad for t in made):  # of views there, where it has no effect
+            raise Skip
         if family.name == "moves":
             self.fixed |= {fields[k] for k in fields if k in "axu"} | {text.split(" = ")[0].split()[-1]}
 
@@ -347,7 +354,7 @@ class Draw:
         )
 
     def field_layout(self, t: torch.Tensor, fields: dict[str, str], call: str) -> str:
-        self.layout = tuple(w for w in layout_words(self.rng, tuple(t.shape), torch.bool, self.mesh))
+        self.layout = tuple(w for w in layout_words(self.rng, tuple(t.shape), None, self.mesh))
         return "LAYOUT"
 
     def field_pair(self, t: torch.Tensor, fields: dict[str, str], call: str) -> tuple[int, int]:
