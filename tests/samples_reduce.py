@@ -81,6 +81,7 @@ REDUCTIONS = [
     Sample("aminmax", torch.aminmax, (X,), grads=AMINMAX_GRADS),
     Sample("aminmax dim", lambda x: torch.aminmax(x, dim=0), (FEW,), grads=AMINMAX_GRADS),
     *(Sample(f"vector_norm {p}", _norm(p), (X,), rtol=1e-2) for p in (1, 2, 3, INF, -INF)),
+    Sample("vector_norm of no rows", lambda x: torch.linalg.vector_norm(x, -INF, -1), (rand(0, 5, 2),), grads=False),
     *(Sample(f"vector_norm {p}", _norm(p), (X,), rtol=1e-2, grads=False) for p in (0, 0.5, -1)),
     *(Sample(f"vector_norm {p} few rows", _norm(p), (FEW,), rtol=1e-2, grads=False) for p in (2, INF, -INF, 0)),
     Sample("norm of norms", lambda x: torch.stack([x.norm(), (x * 2).norm()]).norm(), (X,)),
