@@ -24,7 +24,7 @@ from dtensor.errors import LayoutError, expect, explain_error, listed
 from dtensor.placement import Replicate
 from dtensor.tensor import DTensor
 
-__all__ = ["distribute_module", "owned_parameters", "refuse_plain_state", "replacing"]
+__all__ = ["distribute_module", "guard_state", "owned_parameters", "replacing", "unguard_state"]
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], object]
 IOFn = Callable[..., object]
@@ -67,14 +67,14 @@ def distribute_module(
     prepare = None if input_fn is None else _three_arguments("input_fn", input_fn)
     finish = None if output_fn is None else _three_arguments("output_fn", output_fn)
     plain = [x for x in owned_parameters(module) if not isinstance(x[1]._parameters[x[2]], DTensor)]
-    with replacing(plain, module, "distribute_module"):
+    with replacing(plain, module, "distribute_module", every=partition_fn is None):
         if partition_fn is not None:
             for name, part in module.named_modules():
                 partition_fn(name, part, mesh)
         done: dict[int, nn.Parameter] = {}
         for part in module.modules():
             _replicate(part, mesh, done)
-    module.register_load_state_dict_pre_hook(refuse_plain_state)
+    guard_state(module)
     if prepare is not None:
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
     if finish is not None:
@@ -122,7 +122,20 @@ def _three_arguments(name: str, fn: IOFn) -> IOFn:
 
 
 # ------------------------------------------------------------ plain state dicts
-def refuse_plain_state(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
+def guard_state(module: nn.Module) -> None:
+    """Refuse plain state dicts for `module`, before any part of it is loaded; once, however often this is asked for."""
+    unguard_state(module)
+    module.register_load_state_dict_pre_hook(_refuse_plain_state)
+
+
+def unguard_state(module: nn.Module) -> None:
+    """Undo `guard_state`."""
+    hooks = module._load_state_dict_pre_hooks
+    for number in [n for n, h in hooks.items() if getattr(h, "hook", h) is _refuse_plain_state]:
+        del hooks[number]
+
+
+def _refuse_plain_state(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
     """LayoutError, before anything of `module` is loaded, where plain tensors are to go into its DTensors.
 
     Nothing says whether such a tensor is whole or this rank's part. Numbers pass, and so does all that counts as
@@ -171,27 +184,36 @@ def owned_parameters(module: nn.Module) -> Iterator[Owned]:
 
 
 @contextmanager
-def replacing(owned: Sequence[Owned], root: nn.Module, call: str) -> Iterator[None]:
+def replacing(owned: Sequence[Owned], root: nn.Module, call: str, every: bool = True) -> Iterator[None]:
     """Inside, `call` replaces these parameters of `root`. Warns before of those that somebody else holds.
 
-    An optimizer that was made before, or a list to make one of, keeps the old parameters, and would train nothing. What
+    Where it may keep some (not `every`) it warns afterwards, of those that were replaced. An optimizer that was made before, or a list to make one of, keeps the old parameters, and would train nothing. What
     only a variable holds is not told: a loop leaves a parameter behind. Calls inside tell of other parameters only.
     """
     outer = _replacing.seen
     owned = [x for x in owned if id(x[1]._parameters[x[2]]) not in outer]
     held = _held_by_others(owned, root)
-    if held:
-        warnings.warn(
-            f"{call}: {', '.join(sorted(set(held.values())))} holds parameters that are replaced now: {listed(held)}\n"
-            f"  rule: {call} makes new parameters; an optimizer that was made before keeps the old ones, and trains "
-            f"nothing\n  fix: make the optimizer, and lists of parameters, after {call}",
-            stacklevel=4,
-        )
+    if every:
+        _warn_of(held, call)
+    before = {path: id(part._parameters[name]) for path, part, name in owned}
     _replacing.seen = outer | {id(part._parameters[name]) for _, part, name in owned}
     try:
         yield
     finally:
         _replacing.seen = outer
+    if not every:
+        gone = {path for path, part, name in owned if id(part._parameters[name]) != before[path]}
+        _warn_of({path: by for path, by in held.items() if path in gone}, call)
+
+
+def _warn_of(held: Mapping[str, str], call: str) -> None:
+    if held:
+        warnings.warn(
+            f"{call}: {', '.join(sorted(set(held.values())))} holds parameters that are replaced now: {listed(held)}\n"
+            f"  rule: {call} makes new parameters; an optimizer that was made before keeps the old ones, and trains "
+            f"nothing\n  fix: make the optimizer, and lists of parameters, after {call}",
+            stacklevel=5,
+        )
 
 
 def _held_by_others(owned: Sequence[Owned], root: nn.Module) -> dict[str, str]:
@@ -199,12 +221,17 @@ def _held_by_others(owned: Sequence[Owned], root: nn.Module) -> dict[str, str]:
     owners = Counter(id(part._parameters[name]) for _, part, name in owned_parameters(root))
     alone = sys.getrefcount({"p": object()}["p"])
     suspects: dict[int, tuple[str, nn.Parameter | None]] = {}
-    for path, part, name in owned:
-        count = sys.getrefcount(part._parameters[name]) - alone + 1
-        if count > owners[id(part._parameters[name])]:
-            suspects.setdefault(id(part._parameters[name]), (path, part._parameters[name]))
-    if not suspects:
-        return {}
+    for turn in range(2):
+        suspects.clear()
+        for path, part, name in owned:
+            count = sys.getrefcount(part._parameters[name]) - alone + 1
+            if count > owners[id(part._parameters[name])]:
+                suspects.setdefault(id(part._parameters[name]), (path, part._parameters[name]))
+        if not suspects:
+            return {}
+        if not turn:  # what nobody can reach any more holds nothing
+            suspects.clear()
+            gc.collect()
     own = {id(part._parameters) for part in root.modules()}
     own |= {id(part.__dict__.get("_flat_weights")) for part in root.modules()}  # of RNNs, which see to it themselves
     own |= {id(pair) for pair in suspects.values()}

@@ -28,6 +28,9 @@ _PATIENCE = 3.0
 """Seconds that the end of the process waits for collectives that are under way."""
 
 
+_mesh_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
 class GroupTable:
     """The process groups of meshes, each made once for its ranks in their order, by its members only.
 
@@ -104,7 +107,9 @@ class GroupTable:
         before = self._count.get(members, 0)
         self._count[members] = before + 1
         name = f"{_PREFIX}{'_'.join(map(str, members))}:{before}"
-        return _new_group(members, name, backend, options, timeout, _device(backend, device_type), desc)
+        group = _new_group(members, name, backend, options, timeout, _device(backend, device_type), desc)
+        _mesh_made.add(group)
+        return group
 
 
 def _is_nccl(backend: str) -> bool:
@@ -211,7 +216,7 @@ def on_destroyed(group: dist.ProcessGroup, told: Callable[[dist.ProcessGroup], N
 
 def is_mesh_made(group: dist.ProcessGroup) -> bool:
     """True for a group that a table made, and can make again; not for the program's own and the default one."""
-    return str(group.group_name).startswith(_PREFIX)
+    return group in _mesh_made
 
 
 @atexit.register

@@ -117,15 +117,17 @@ def current_world() -> World:
     return World("c10d", dist.get_rank(), dist.get_world_size(), _c10d_identity())
 
 
-_default_group: list[tuple[weakref.ref[dist.ProcessGroup], Hashable]] = []
+_identities: weakref.WeakKeyDictionary[dist.ProcessGroup, Hashable] = weakref.WeakKeyDictionary()
+"""Of default groups: one at a time in a process, or in a thread where torch's ranks are threads."""
 
 
 def _c10d_identity() -> Hashable:
     """A token of the default group: another one after `destroy_process_group` and a new initialisation."""
     group = dist.distributed_c10d._get_default_group()
-    if not _default_group or _default_group[0][0]() is not group:
-        _default_group[:] = [(weakref.ref(group), fresh_identity("c10d"))]
-    return _default_group[0][1]
+    found = _identities.get(group)
+    if found is None:
+        found = _identities[group] = fresh_identity("c10d")
+    return found
 
 
 def has_world() -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from dtensor import DeviceMesh, DTensor, Placement, Replicate
 from dtensor.device_mesh import as_mesh
 from dtensor.errors import expect, listed, short
-from dtensor.module import Owned, owned_parameters, refuse_plain_state, replacing
+from dtensor.module import Owned, guard_state, owned_parameters, replacing
 
 from .axis import Others
 from .compare import Checks, check_mode
@@ -90,7 +90,7 @@ def parallelize_module(
             _tie_again(tie)
     share_inputs(module, [part for part in module.modules() if STYLES in part.__dict__])
     explain_errors(module)
-    module.register_load_state_dict_pre_hook(refuse_plain_state)  # before any part of it is loaded
+    guard_state(module)
     return module
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dtensor import DTensor
-from dtensor.module import owned_parameters, replacing
+from dtensor.module import owned_parameters, replacing, unguard_state
 
 from .style import APPLIED, ParallelStyle
 
@@ -76,6 +76,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
 
 def _undo_one(part: nn.Module, done: dict[int, nn.Parameter | torch.Tensor]) -> None:
     _remove_hooks(part)
+    unguard_state(part)
     part.__dict__.pop(APPLIED, None)
     part.__dict__.pop(PATH, None)
     for name, param in list(part._parameters.items()):

@@ -81,7 +81,7 @@ BAD: dict[str, tuple[object, type[Exception], str]] = {
     "typo": ({"0": ColwiseParallel(), "layers.up": RowwiseParallel()}, ValueError, "no module matches 'layers'"),
     "deep typo": ({"0": ColwiseParallel(), "0.x": RowwiseParallel()}, ValueError, "below '0' are \\(none\\)"),
     "twice": ({"0": ColwiseParallel(), "[0]": RowwiseParallel()}, RuntimeError, "lays out one Linear twice"),
-    "unknown module": ({"0": ColwiseParallel(), "1": ColwiseParallel()}, NotImplementedError, "got: GELU"),
+    "unknown module": ({"0": ColwiseParallel(), "1": ColwiseParallel()}, NotImplementedError, "'1' .GELU"),
     "no style": ({"0": ColwiseParallel(), "2": "row"}, TypeError, "ParallelStyle"),
     "no path": ({"0": ColwiseParallel(), 2: ColwiseParallel()}, TypeError, "paths"),
     "no plan": (["0"], TypeError, "ParallelStyle or a mapping"),
