@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from torch.autograd import forward_ad
 
 from dtensor import dispatch as hot
 from dtensor.dispatch_call import flat, is_dtensor, replicated_on
+from dtensor.dispatch_plain import makes_constants
 from dtensor.errors import MeshError, MixedTensorError, explain_error
 from dtensor.placement import Placement, Replicate, Shard
 
 __all__ = [
-    "MAX", "MEAN", "SUM", "Rows", "bag_arguments", "bag_in_parts", "bags_of", "by_width_only", "instead_of",
-    "picked_rows", "whole",
+    "CONSTANTS", "MAX", "MEAN", "SUM", "Rows", "bag_arguments", "bag_in_parts", "bags_of", "by_width_only",
+    "instead_of", "picked_rows", "whole",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -43,22 +45,62 @@ def instead_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def register(f: Callable[..., Any]) -> Callable[..., Any]:
-        space, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
+        def call(op: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            out = f(*args, **kwargs)
+            return op() if out is NotImplemented else out
 
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(map(is_dtensor, flat(args, kwargs))):
-                out = f(*args, **kwargs)
-                if out is not NotImplemented:
-                    return out
-            op: hot.Op = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")  # defined by now
-            return op.redispatch(keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), *args, **kwargs)
-
-        library = _libraries.setdefault(space, torch.library.Library(space, "IMPL"))
-        library.impl(rest, kernel, "PythonTLSSnapshot", with_keyset=True)
+        _catch(name, call)
         return f
 
     return register
+
+
+def _catch(name: str, call: Callable[..., Any]) -> None:
+    """From now on `call(op, args, kwargs)` runs where `name` is called with a DTensor; `op()` is torch's own code."""
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        op: hot.Op = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")  # defined by now
+        torchs = partial(op.redispatch, keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), *args, **kwargs)
+        return call(torchs, args, kwargs) if any(map(is_dtensor, flat(args, kwargs))) else torchs()
+
+    library = _libraries.setdefault(space, torch.library.Library(space, "IMPL"))
+    library.impl(rest, kernel, "PythonTLSSnapshot", with_keyset=True)
+
+
+# ------------------------------------------------------------ constants that composites make
+_PLACES = "which places of the input each place of the output is made of, by their sizes and scales"
+CONSTANTS: dict[str, str] = {
+    "_upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_lanczos2d_aa.vec": _PLACES,
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d": _PLACES,
+    "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec": _PLACES,
+    "upsample_bicubic2d upsample_bicubic2d.vec upsample_bilinear2d upsample_bilinear2d.vec": _PLACES,
+    "upsample_linear1d upsample_linear1d.vec upsample_trilinear3d upsample_trilinear3d.vec": _PLACES,
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d": _PLACES,
+    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec": _PLACES,
+    "quantile quantile.scalar nanquantile nanquantile.scalar": "the fraction, spread over the rows",
+    "one_hot": "the numbers of the classes",
+    "matrix_power linalg_matrix_power": "the identity, for the power 0",
+    "istft": "a window of ones",
+    "multi_margin_loss multilabel_margin_loss_forward": "the numbers of the classes",
+}
+"""Ops of torch whose code makes plain tensors that meet their arguments, and what those are.
+
+They follow from shapes and numbers alone, so they are the same on all ranks and count as replicated: eagerly, where
+nobody needs to compare them, and in traces, where nobody could. Nothing that draws random numbers may stand here.
+Some are taken apart in C++, some in Python where a compiler looks on.
+"""
+
+
+def _register_constants() -> None:
+    for name in " ".join(CONSTANTS).split():
+        packet, _, overload = name.partition(".")
+        if hasattr(getattr(aten, packet, None), overload or "default"):
+            _catch(f"aten::{name}", makes_constants)
+
+
+_register_constants()
 
 
 @instead_of("aten::tensor_split.tensor_indices_or_sections")

@@ -2,11 +2,12 @@
 
     0-d, or of one element                        replicated: a number in all but type
     inside `implicit_replication()`               replicated
-    made by torch's own composites or formulas    replicated, when all ranks hold the same bytes
+    made by a composite that is on the list       replicated (`dtensor.composites.CONSTANTS`)
+    made by other code of torch, or its formulas  replicated, when all ranks hold the same bytes
     anything else                                 MixedTensorError
 
 What a formula of autograd reads was let pass in the forward, so it counts as torch's whoever holds it.
-For the third kind, `dtensor.plain_origin` says what is torch's. It is not enough that torch made it: a composite
+For the fourth kind, `dtensor.plain_origin` says what is torch's. It is not enough that torch made it: a composite
 may have drawn random numbers, or computed from this rank's part. So the ranks compare what they hold, by one
 reduction of a digest per mesh axis, every time: a tensor that is the same everywhere means the same whoever made
 it, and one that is not is refused on all ranks.
@@ -18,7 +19,7 @@ import hashlib
 import itertools
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from dtensor import dispatch as hot
+from dtensor.comm import traced
 from dtensor.decompositions import is_composite
 from dtensor.device_mesh import DeviceMesh
 from dtensor.dispatch import OpInfo
@@ -34,7 +36,7 @@ from dtensor.dispatch_mixed import number_written, run_kinds
 from dtensor.errors import MixedTensorError, explain_error
 from dtensor.plain_origin import Place, called_by_autograd, made_by_torch, value_at
 
-__all__ = ["in_composite", "with_plain"]
+__all__ = ["in_composite", "makes_constants", "with_plain"]
 
 _WITH_ZEROS = frozenset(
     f"aten.{op}" if "." in op else f"aten.{op}.default"
@@ -58,9 +60,10 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     mesh = common_mesh(info, args, kwargs)
     if info.entry is None and is_composite(info.func):  # in inference mode they come whole; else torch takes them apart
         plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
-        return in_composite(info.func, args, kwargs, all(made_by_torch(args, kwargs, p) for p in plain))
+        listed = getattr(hot._flags, "constants", False)
+        return in_composite(info.func, args, kwargs, listed or all(made_by_torch(args, kwargs, p) for p in plain))
     _refuse_written(info, args, kwargs)
-    if not (getattr(hot._flags, "implicit", False) or _torch_implicit()):
+    if not (getattr(hot._flags, "implicit", False) or getattr(hot._flags, "constants", False) or _torch_implicit()):
         _check(info, args, kwargs, mesh)
 
     def convert(a: Any) -> Any:
@@ -85,6 +88,21 @@ def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any], torc
         hot._flags.composite = before
 
 
+def makes_constants(run: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`run()`, a composite of torch called with these arguments, whose own plain tensors are constants.
+
+    They count as replicated, with no question whose they are. Where an argument is a plain tensor, which is the user's,
+    nothing is granted: it is refused where it meets a DTensor, or counts as one of torch's, as everywhere.
+    """
+    before = getattr(hot._flags, "constants", False)
+    plain = (value_at(args, kwargs, p) for p in _places(args, kwargs))
+    hot._flags.constants = before or all(t.numel() <= 1 and not _like_a_part(t, args, kwargs) for t in plain if t.ndim)
+    try:
+        return run()
+    finally:
+        hot._flags.constants = before
+
+
 def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
     plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
@@ -92,9 +110,15 @@ def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
         return
     small = [value_at(args, kwargs, p).numel() <= 1 for p in plain]
     in_backward = torch._C._current_graph_task_id() >= 0
-    given = getattr(hot._flags, "composite", False) or (in_backward and called_by_autograd())
-    made = [few or given or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
+    formula = in_backward and called_by_autograd()
     parts = [_like_a_part(value_at(args, kwargs, p), args, kwargs) for p in plain]
+    if any(traced(value_at(args, kwargs, p)) for p in plain):
+        for p, few, part in zip(plain, small, parts, strict=True):
+            if not (few and not part) and not (formula and _same_on_all(value_at(args, kwargs, p))):
+                raise _mixed(info, args, kwargs, p)
+        return
+    given = getattr(hot._flags, "composite", False) or formula
+    made = [few or given or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
     if all(small) and not any(parts):
         return
     if in_backward and all(made) and info.name in _WITH_ZEROS:
@@ -114,6 +138,11 @@ def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     if info.name not in _noticed:
         _noticed.add(info.name)
         log.info("%s: tensors that torch made itself count as replicated, after a check over the ranks", info.name)
+
+
+def _same_on_all(t: torch.Tensor) -> bool:
+    """Whether a tensor of a trace that a formula of autograd uses is the same on all ranks, as what it kept is."""
+    return True
 
 
 def _like_a_part(t: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

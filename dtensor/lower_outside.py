@@ -97,9 +97,13 @@ def _replace_state(module: Any, name: str) -> None:
 
 
 def _patch_agreement() -> None:
-    """Zeros, which autograd makes for parts that are not used, are the same on all ranks: no comparison."""
-    check = dispatch_plain._check
+    """Zeros, which autograd makes for parts that are not used, are the same on all ranks: no comparison.
+
+    Of other plain tensors that formulas of autograd use, only those are that no input of the program is in.
+    """
+    check, same = dispatch_plain._check, dispatch_plain._same_on_all
     _originals.append((dispatch_plain, "_check", check))  # type: ignore[arg-type]
+    _originals.append((dispatch_plain, "_same_on_all", same))  # type: ignore[arg-type]
 
     def unless_zero(info: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         recorder: Recorder | None = getattr(_active, "recorder", None)
@@ -109,7 +113,12 @@ def _patch_agreement() -> None:
                 return None
         return check(info, args, kwargs, *rest)
 
+    def known(t: torch.Tensor) -> bool:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        return same(t) if recorder is None else recorder.is_constant(t)
+
     dispatch_plain._check = unless_zero  # type: ignore[assignment]
+    dispatch_plain._same_on_all = known
 
 
 def _patch_store() -> None:

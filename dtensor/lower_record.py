@@ -67,7 +67,8 @@ class Recorder(TorchDispatchMode):
     """Records the ops on local tensors. `fake` is the mode of the fake tensors; `graph` what was recorded.
 
     `constants` are tensors that the program makes of Python values, by the name of their node; `storages` tell what
-    memory was written to. `stand_ins`: by the id of a real tensor that is an input, the fake one that ops get for it.
+    memory was written to, `varied` what memory with more than constants. `stand_ins`: by the id of a real tensor that
+    is an input, the fake one that ops get for it.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -78,6 +79,7 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, torch.Tensor] = {}
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.storages: set[int] = set()
+        self.varied: set[int] = set()
         self.call: str | None = None
         self.depth = 0
 
@@ -136,16 +138,28 @@ class Recorder(TorchDispatchMode):
 
     def is_zero(self, t: torch.Tensor) -> bool:
         """True for zeros made as such, rearranged perhaps, and never written to: the same on all ranks."""
+        return self._made_of(t, lambda op: op._schema.name in _ZEROS, self.storages)
+
+    def is_constant(self, t: torch.Tensor) -> bool:
+        """True for what is computed of shapes and numbers alone: of no input, of nothing drawn or sent."""
+        return self._made_of(t, lambda op: torch.Tag.nondeterministic_seeded not in op.tags, self.varied)
+
+    def _made_of(self, t: torch.Tensor, good: Callable[[torch._ops.OpOverload], bool], written: set[int]) -> bool:
+        """Whether `t` comes of good ops alone, on memory that is not among the `written`."""
         known = self.nodes.get(id(t))
-        if known is None or t.untyped_storage()._cdata in self.storages:
-            return False
-        left = [known[1]]
+        left = [] if known is None else [known[1]]
+        seen = set(left)
         while left:
             node = left.pop()
-            if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _ZEROS:
+            at = {x.untyped_storage()._cdata for x in tensors_in([node.meta.get("val")])}
+            if not isinstance(node.target, torch._ops.OpOverload) or at & written:
                 return False
-            left += node.all_input_nodes
-        return True
+            if "moved" in node.meta or not good(node.target):
+                return False
+            new = set(node.all_input_nodes) - seen
+            seen |= new
+            left += new
+        return known is not None
 
     # ------------------------------------------------------------ what runs
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,7 +196,10 @@ class Recorder(TorchDispatchMode):
         checks = not func._schema.returns  # an assertion
         if made or written or checks:
             if written or checks:
-                self.storages.update(t.untyped_storage()._cdata for t in _targets(func, args, kwargs))
+                to = {t.untyped_storage()._cdata for t in _targets(func, args, kwargs)}
+                self.storages |= to
+                if not all(map(self.is_constant, known)) or torch.Tag.nondeterministic_seeded in func.tags:
+                    self.varied |= to
                 node = self.graph.call_function(func, self.argument(tuple(args)), self.argument(kwargs))
                 node.meta["call"], node.meta["val"] = self.call, out
             else:

@@ -47,6 +47,8 @@ _KERNELS = str(Path(__file__).parent / "products.py")
 _HANDLER = "__torch_dispatch__"
 _WRAPPERS = (f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py")
 """What torch puts around the handlers of its own modes."""
+_AROUND = (*_WRAPPERS, *(f"{_TORCH}/{name}" for name in ("_decomp", "_refs", "_prims_common", "_ops.py", "_meta_reg")))
+"""And what writes an op by others in a trace."""
 _COPIES = 2 if sys.version_info < (3, 13) else 1
 """References by a variable that was looked at: older versions keep a copy of a frame's variables."""
 
@@ -81,7 +83,8 @@ def called_by_autograd() -> bool:
     """Whether the call comes from a formula of autograd in C++, not from a function's backward in Python."""
     _, _, _, torchs = _frames(sys._getframe(1))
     if torchs:
-        return torchs[0].f_code.co_name == "_engine_run_backward"
+        names = (f.f_code.co_name for f in torchs if not f.f_code.co_filename.startswith(_AROUND))
+        return next(names, "") == "_engine_run_backward"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != _HANDLER:
         frame = frame.f_back

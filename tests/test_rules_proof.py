@@ -193,7 +193,7 @@ def test_the_exception_of_the_rank_that_raised_is_shown(error: type[Exception]) 
 
     with override("aten.mm", build):
         wrong = check_call(RecordedCall(aten.mm.default, (rand(4, 6), rand(6, 8)), {}), (3,)).wrong
-    assert wrong and all(f"by k 0: rank 1 raises " in w and f"{error.__name__}: row 7" in w for w in wrong), wrong
+    assert wrong and all("by k 0: rank 1 raises " in w and f"{error.__name__}: row 7" in w for w in wrong), wrong
 
 
 @pytest.mark.parametrize("call", [MM, RELU, ADD, ADD_, SOFTMAX, TOPK], ids=lambda c: c.name)
