@@ -13,6 +13,7 @@ table, and how the table lies decides what is cheapest. So a lookup is a step of
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from torch.autograd import forward_ad
 
 from dtensor import dispatch as hot
 from dtensor.dispatch_call import flat, is_dtensor, replicated_on
-from dtensor.dispatch_plain import makes_constants
+from dtensor.dispatch_plain import functions, makes_constants
 from dtensor.errors import MeshError, MixedTensorError, explain_error
 from dtensor.placement import Placement, Replicate, Shard
 
@@ -84,8 +85,11 @@ CONSTANTS: dict[str, str] = {
     "matrix_power linalg_matrix_power": "the identity, for the power 0",
     "istft": "a window of ones",
     "multi_margin_loss multilabel_margin_loss_forward": "the numbers of the classes",
+    "functional.py:_unravel_index": "how many elements a step along each dim is",
+    "masked/_ops.py:_std_var": "how many elements are reduced, where there is no mask",
+    "nn/functional.py:multi_head_attention_forward": "a key and a value of zeros",
 }
-"""Ops of torch whose code makes plain tensors that meet their arguments, and what those are.
+"""Ops and Python functions of torch whose code makes plain tensors that meet their arguments, and what those are.
 
 They follow from shapes and numbers alone, so they are the same on all ranks and count as replicated: eagerly, where
 nobody needs to compare them, and in traces, where nobody could. Nothing that draws random numbers may stand here.
@@ -95,6 +99,10 @@ Some are taken apart in C++, some in Python where a compiler looks on.
 
 def _register_constants() -> None:
     for name in " ".join(CONSTANTS).split():
+        file, python, function = name.partition(":")
+        if python:
+            functions.add((file, function))
+            continue
         packet, _, overload = name.partition(".")
         if hasattr(getattr(aten, packet, None), overload or "default"):
             _catch(f"aten::{name}", makes_constants)
@@ -119,6 +127,16 @@ def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> 
         dtype = torch.promote_types(x.dtype, torch.int64)
         powers = torch.ones_like(x, dtype=dtype).unsqueeze(-1)[:, :count]
     return powers if increasing else powers.flip(-1)
+
+
+@instead_of("aten::combinations")
+def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """By their places, which follow from the size: torch selects them by a mask."""
+    if x.ndim != 1 or r < 1:
+        return NotImplemented
+    pick = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    at = torch.tensor(list(itertools.chain.from_iterable(pick(range(x.shape[0]), r))), dtype=torch.int64)
+    return aten.index_select(x, 0, replicated_on(x.device_mesh, at.to(x.device))).reshape(-1, r)
 
 
 @instead_of("aten::dist")

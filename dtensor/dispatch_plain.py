@@ -34,9 +34,9 @@ from dtensor.dispatch import OpInfo
 from dtensor.dispatch_call import common_mesh, flat, is_dtensor, layouts, map_args, plain_wrapper, replicated_on
 from dtensor.dispatch_mixed import number_written, run_kinds
 from dtensor.errors import MixedTensorError, explain_error
-from dtensor.plain_origin import Place, called_by_autograd, made_by_torch, value_at
+from dtensor.plain_origin import Place, called_by_autograd, made_by_torch, runs_in, value_at
 
-__all__ = ["in_composite", "makes_constants", "with_plain"]
+__all__ = ["functions", "in_composite", "makes_constants", "with_plain"]
 
 _WITH_ZEROS = frozenset(
     f"aten.{op}" if "." in op else f"aten.{op}.default"
@@ -47,6 +47,9 @@ _WITH_ZEROS = frozenset(
 )
 _torch_implicit = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
 """Set by torch's composites around plain tensors that they make themselves."""
+
+functions: set[tuple[str, str]] = set()
+"""Python functions of torch that are composites on the list, filled in by `dtensor.composites`: file and name."""
 
 log = logging.getLogger("dtensor")
 _noticed: set[str] = set()
@@ -60,10 +63,10 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     mesh = common_mesh(info, args, kwargs)
     if info.entry is None and is_composite(info.func):  # in inference mode they come whole; else torch takes them apart
         plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
-        listed = getattr(hot._flags, "constants", False)
-        return in_composite(info.func, args, kwargs, listed or all(made_by_torch(args, kwargs, p) for p in plain))
+        torchs = _are_constants() or all(made_by_torch(args, kwargs, p) for p in plain)
+        return in_composite(info.func, args, kwargs, torchs)
     _refuse_written(info, args, kwargs)
-    if not (getattr(hot._flags, "implicit", False) or getattr(hot._flags, "constants", False) or _torch_implicit()):
+    if not (getattr(hot._flags, "implicit", False) or _torch_implicit() or _are_constants()):
         _check(info, args, kwargs, mesh)
 
     def convert(a: Any) -> Any:
@@ -95,12 +98,29 @@ def makes_constants(run: Callable[[], Any], args: Sequence[Any], kwargs: Mapping
     nothing is granted: it is refused where it meets a DTensor, or counts as one of torch's, as everywhere.
     """
     before = getattr(hot._flags, "constants", False)
-    plain = (value_at(args, kwargs, p) for p in _places(args, kwargs))
-    hot._flags.constants = before or all(t.numel() <= 1 and not _like_a_part(t, args, kwargs) for t in plain if t.ndim)
+    hot._flags.constants = before or _only_numbers(args, kwargs)
     try:
         return run()
     finally:
         hot._flags.constants = before
+
+
+def _only_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what is plain among arguments are numbers in all but type."""
+    plain = (value_at(args, kwargs, p) for p in _places(args, kwargs))
+    return all(t.numel() <= 1 and not _like_a_part(t, args, kwargs) for t in plain if t.ndim)
+
+
+def _are_constants() -> bool:
+    """Whether plain tensors are constants here: in a composite on the list, or in one of the `functions`."""
+    if getattr(hot._flags, "constants", False):
+        return True
+    frame = runs_in(functions)
+    if frame is None:
+        return False
+    code = frame.f_code
+    given = [frame.f_locals.get(n) for n in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    return _only_numbers(given, {})
 
 
 def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:

@@ -21,6 +21,7 @@ is one that uses a plain tensor that the recorder does not know, or a generator 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ aten = torch.ops.aten
 _SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh"})
 """Ops that give their input again, as far as values go."""
 _ZEROS = frozenset(
-    f"aten::{n}" for n in "zeros expand view _unsafe_view clone cat stack t transpose unsqueeze slice".split()
+    f"aten::{n}"
+    for n in "zeros expand view _unsafe_view clone cat stack t transpose unsqueeze slice select unbind".split()
 )
 """Zeros, and ops that make zeros of zeros."""
 
@@ -127,8 +129,6 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.know(out, node)
         elif isinstance(out, (list, tuple)):
-            import operator
-
             for i, t in enumerate(out):
                 if isinstance(t, torch.Tensor):
                     item = self.graph.call_function(operator.getitem, (node, i))
@@ -152,10 +152,11 @@ class Recorder(TorchDispatchMode):
         while left:
             node = left.pop()
             at = {x.untyped_storage()._cdata for x in tensors_in([node.meta.get("val")])}
-            if not isinstance(node.target, torch._ops.OpOverload) or at & written:
+            if at & written or "moved" in node.meta:
                 return False
-            if "moved" in node.meta or not good(node.target):
-                return False
+            if node.target is not operator.getitem:
+                if not isinstance(node.target, torch._ops.OpOverload) or not good(node.target):
+                    return False
             new = set(node.all_input_nodes) - seen
             seen |= new
             left += new

@@ -26,7 +26,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Place", "called_by_autograd", "made_by_torch", "value_at"]
+__all__ = ["Place", "called_by_autograd", "made_by_torch", "runs_in", "value_at"]
 
 Place = tuple[int | str, int | None]
 """Where an argument is: position or name, and position in a list."""
@@ -89,6 +89,19 @@ def called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_name != _HANDLER:
         frame = frame.f_back
     return frame is None or frame.f_back is None  # a thread of the engine's
+
+
+def runs_in(functions: Collection[tuple[str, str]]) -> FrameType | None:
+    """The frame of the first of torch's Python functions, (file under torch, name), that the call comes from.
+
+    Between them stands no code but torch's and this package's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_HOME, _TORCH)):
+        if (frame.f_code.co_filename.removeprefix(f"{_TORCH}/"), frame.f_code.co_name) in functions:
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def value_at(args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:

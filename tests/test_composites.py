@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gloo_ranks import run_ranks
+from torch import nn
 from torch.testing import assert_close
 
 import dtensor
-from dtensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MixedTensorError
 
@@ -49,6 +50,9 @@ LISTED: dict[str, tuple[torch.Tensor, Composite]] = {
     "one_hot": (CLASSES, lambda x: F.one_hot(x, 3)),
     "power 0": (SQUARE, lambda x: torch.matrix_power(x, 0) + x),
     "multi_margin_loss": (TABLE, margin),
+    "unravel_index": (CLASSES[0], lambda x: torch.stack(torch.unravel_index(x, (2, 2)))),
+    "masked var": (TABLE, lambda x: torch.masked.var(x, dim=0)),
+    "combinations": (TABLE[:, 0].clone(), lambda x: torch.combinations(x, 3, True)),
 }  # fmt: skip
 OTHERS: dict[str, tuple[torch.Tensor, Composite]] = {
     "adaptive_avg_pool2d": (IMAGE, lambda x: F.adaptive_avg_pool2d(x, 3)),
@@ -103,6 +107,42 @@ def test_eager_and_lowered(name: str) -> None:
     dtensor.simulate(2)(program)
 
 
+def layers() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Layers that make a first state, or a key and a value, of zeros; what they are called with."""
+    torch.manual_seed(0)
+    steps = SQUARE.repeat(2, 1).reshape(2, 3, 3)
+    return {
+        "attention": (nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True), IMAGE[0]),
+        "GRU": (nn.GRU(3, 4), steps), "LSTM": (nn.LSTM(3, 4, bidirectional=True), steps), "RNN": (nn.RNN(3, 4), steps),
+        "GRUCell": (nn.GRUCell(3, 4), steps[0]), "LSTMCell": (nn.LSTMCell(3, 4), steps[0]),
+    }  # fmt: skip
+
+
+def called(layer: nn.Module) -> Composite:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = layer(*[x] * (3 if isinstance(layer, nn.MultiheadAttention) else 1))
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    return run
+
+
+@pytest.mark.parametrize("name", layers())
+def test_layers_eager_and_lowered(name: str) -> None:
+    layer, x = layers()[name]
+    want = gradient(called(layer), x)
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        run = called(distribute_module(layers()[name][0], mesh))
+        for placed in layouts(x):
+            d = distribute_tensor(x, mesh, placed)
+            step = lambda t: gradient(run, t)  # noqa: E731
+            agree(step(d), want, f"{name}, {placed}")
+            agree(dtensor.lower(step, d)(d), want, f"{name}, lowered, {placed}")
+
+    dtensor.simulate(2)(program)
+
+
 @pytest.mark.parametrize("name", ["nearest, two dims", "quantile", "one_hot", "power 0", "cummax"])
 def test_two_axes(name: str) -> None:
     x, f = ALL[name]
@@ -124,21 +164,23 @@ def case_compiled(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     alike = {"nearest", "nearest, three dims", "nearest-exact, two dims", "linear", "trilinear", "adaptive_avg_pool2d"}
     names = [n for n in ALL if n not in alike]
-    options = [S0, Shard(1), R]
-    for first in (0, 1):
+    placed = {n: [(S0, Shard(-1), R)[i % 3]] for i, n in enumerate(names)}
 
-        def step(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [ALL[n][1](x) for n, x in zip(names, xs, strict=True)]
+    def step(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [ALL[n][1](x) for n, x in zip(names, xs, strict=True)]
 
-        torch._dynamo.reset()
-        placed = {n: [options[(i + first) % 3]] for i, n in enumerate(names)}
-        xs = [distribute_tensor(ALL[n][0], mesh, p) for n, p in placed.items()]
-        xs = [x.requires_grad_(x.is_floating_point()) for x in xs]
-        ys = torch.compile(step, backend="aot_eager")(xs)
-        sum((y.double() * 1.5).square().sum() for y in ys if y.requires_grad).backward()
-        for n, x, y in zip(names, xs, ys, strict=True):
-            got = (y,) if x.grad is None else (y.detach(), x.grad)
-            agree(got, gradient(ALL[n][1], ALL[n][0]), f"{n}, compiled, {placed[n]}")
+    torch._dynamo.reset()
+    xs = [distribute_tensor(ALL[n][0], mesh, p) for n, p in placed.items()]
+    xs = [x.requires_grad_(x.is_floating_point()) for x in xs]
+    ys = torch.compile(step, backend="aot_eager")(xs)
+    sum((y.double() * 1.5).square().sum() for y in ys if y.requires_grad).backward()
+    for n, x, y in zip(names, xs, ys, strict=True):
+        got = (y,) if x.grad is None else (y.detach(), x.grad)
+        agree(got, gradient(ALL[n][1], ALL[n][0]), f"{n}, compiled, {placed[n]}")
+    torch._dynamo.reset()
+    layer, x = layers()["attention"]
+    run = torch.compile(called(distribute_module(layers()["attention"][0], mesh)), backend="aot_eager")
+    agree(gradient(run, distribute_tensor(x, mesh, [S0])), gradient(called(layer), x), "attention, compiled")
 
 
 @pytest.mark.processes
@@ -167,6 +209,7 @@ OF_THE_USER: dict[str, Callable[[DTensor, torch.Tensor], object]] = {
     "made on the way": lambda d, t: d + torch.ones(5, 4),
     "after a composite": lambda d, t: (torch.quantile(d, 0.3, dim=0), d + t),
     "a mask": lambda d, t: d.masked_fill(t > 0, 0),
+    "a mask of a composite": lambda d, t: torch.masked.var(d, dim=1, mask=t > 0),
     "weights of classes": lambda d, t: F.multi_margin_loss(d, (d.detach() * 0).sum(1).long(), weight=t[0]),
 }  # fmt: skip
 
