@@ -175,6 +175,69 @@ def test_names_refusals_undo_and_early_imports() -> None:
     assert "all right" in python("-c", INSTALLED)
 
 
+LATER = r"""
+import sys
+import torch, torch.distributed.tensor
+before = set(sys.modules)
+import dtensor.swap
+from dtensor.swap import later, names, rebind
+from dtensor.swap.facade import Facade
+dtensor.swap.install()
+new = {name for name in sys.modules if name.split(".")[0] not in ("dtensor", "numpy")} - before
+assert not new, f"install loads {sorted(new)}"
+assert "dtensor.propagation_rules" not in sys.modules and "dtensor.parallel" not in sys.modules
+
+def patched():
+    found = []
+    for module, functions in names.PATCHES.items():
+        for path in functions if module in sys.modules else ():
+            value = sys.modules[module]
+            for part in path.split("."):
+                value = getattr(value, part)
+            found.append(value.__globals__["__name__"] == later.__name__)
+    return found
+
+def wrong(on):
+    for name, module in list(sys.modules.items()):
+        root = names.is_under(name, names.ROOTS)
+        if root and isinstance(module, Facade) != on:
+            yield f"{name} is {'the real one' if on else 'a facade'}"
+        real = module._real if isinstance(module, Facade) else module
+        if not names.is_under(name, ("torch",)) or not hasattr(real, "__dict__"):
+            continue
+        for key, value in list(vars(real).items()):
+            ours = isinstance(value, type) and str(value.__module__).startswith("dtensor.")
+            if isinstance(value, Facade) and (root or not on) or ours and not on or ours and root:
+                yield f"{name}.{key} is ours"
+            if on and rebind._replaced(name) and dtensor.swap._mapping.of(value) is not None:
+                yield f"{name}.{key} is torch's"
+
+# what is loaded from now on is swapped: modules of the engine, of torch's that use it, under old names, in circles
+import torch.distributed.tensor.debug._comm_mode as comm_mode
+import torch.distributed._tensor.experimental as old
+import torch.distributed.checkpoint._async_process_executor, torch.distributed.fsdp._init_utils as older_fsdp
+import torch.distributed.tensor.parallel.ddp as ddp
+assert comm_mode.CommDebugMode is dtensor.debug.CommDebugMode and old.local_map is dtensor.experimental.local_map
+assert older_fsdp.DTensorExtensions.__module__ == "dtensor.swap.older_fsdp"
+assert ddp._localize_dtensor.__module__ == "dtensor.swap.data_parallel"
+assert type(old) is type(ddp) is Facade and torch.distributed.tensor.experimental is old
+assert all(patched()) and not list(wrong(True)), (patched(), *wrong(True))
+
+for _ in range(2):
+    dtensor.swap.uninstall()
+    assert not any(patched()) and not list(wrong(False)), (patched(), *wrong(False))
+    import torch.distributed.tensor.experimental._attention, torch.distributed.checkpoint.state_dict
+    dtensor.swap.install()
+    assert all(patched()) and not list(wrong(True)), (patched(), *wrong(True))
+assert not set(names.PATCHES) - set(sys.modules)
+print("all right")
+"""
+
+
+def test_install_loads_only_the_core_and_what_is_loaded_later_is_swapped_then() -> None:
+    assert "all right" in python("-c", LATER)
+
+
 @pytest.mark.processes
 def test_a_program_of_torchs_unmodified() -> None:
     """Spawned processes are swapped too: what the program prints comes from one."""

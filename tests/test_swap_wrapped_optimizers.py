@@ -32,9 +32,11 @@ class Wrapper(torch.optim.Optimizer):
         return self.held.state_dict()
 
 
-def saved(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setitem(data_parallel_state._original, "f", lambda model, optimizers: optimizers[0].state_dict())
-    found: dict[str, Any] = data_parallel_state._with_hooks("f")(torch.nn.Module(), (optimizer,))["state"][0]
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def original(model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
+        return optimizers[0].state_dict()
+
+    found: dict[str, Any] = data_parallel_state.with_hooks(original, torch.nn.Module(), (optimizer,))["state"][0]
     return found
 
 
@@ -49,24 +51,24 @@ def stepped(parts: bool) -> torch.optim.Optimizer:
     return made
 
 
-def test_an_optimizer_of_parts_that_is_wrapped_saves_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_of_parts_that_is_wrapped_saves_dtensors() -> None:
     def program() -> tuple[Any, ...]:
         inner = stepped(parts=True)
-        one, other = saved(inner, monkeypatch), saved(Wrapper(inner), monkeypatch)
+        one, other = saved(inner), saved(Wrapper(inner))
         assert not inner._optimizer_state_dict_post_hooks and not inner._optimizer_load_state_dict_pre_hooks
         return tuple((type(s["exp_avg"]).__name__, tuple(s["exp_avg"].shape), s["step"].dim()) for s in (one, other))
 
     assert dtensor.simulate(2)(program) == [(("DTensor", (4, 3), 0),) * 2] * 2
 
 
-def test_an_optimizer_without_parts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(saved(Wrapper(stepped(parts=False), "other"), monkeypatch)["exp_avg"]) is torch.Tensor
+def test_an_optimizer_without_parts_is_left_alone() -> None:
+    assert type(saved(Wrapper(stepped(parts=False), "other"))["exp_avg"]) is torch.Tensor
 
 
-def test_one_that_hides_what_it_wraps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hides_what_it_wraps_is_refused() -> None:
     def program() -> str:
         with pytest.raises(TypeError, match="state dict of Wrapper"):
-            saved(Wrapper(stepped(parts=True), "other"), monkeypatch)
+            saved(Wrapper(stepped(parts=True), "other"))
         return "refused"
 
     assert dtensor.simulate(2)(program) == ["refused"] * 2

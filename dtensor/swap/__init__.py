@@ -12,7 +12,8 @@ distributed checkpoint, the state-dict functions, gradient clipping), loaded alr
 
 How: facades stand for the modules in `sys.modules`, and globals of torch's loaded modules that hold one of the names
 are replaced. Torch's own engine stays whole underneath. Torch's C++ looks its `DTensor` up by name at the first op of
-any tensor subclass, and keeps what it finds; so that is made to happen before the names change.
+any tensor subclass, and keeps what it finds; so that is made to happen before the names change. Modules that are not
+loaded by then are swapped when the program loads them (`dtensor.swap.later`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from typing import Any
 import torch
 
 from dtensor.spec import Spec
-from dtensor.swap import children, data_parallel, data_parallel_state, files, older_fsdp_state, rebind
+from dtensor.swap import files, rebind
 from dtensor.swap.facade import Facade, Mapping, SwapError, load_names
-from dtensor.swap.names import MODULES, ROOTS, is_under
+from dtensor.swap.later import Finder, Patches
+from dtensor.swap.names import CORE, MODULES, PATCHES, ROOTS, is_under
 
 __all__ = ["Status", "SwapError", "install", "installed", "status", "swapped", "uninstall"]
 
 _mapping = Mapping()
 _changes: list[rebind.Change] = []
-_entries: dict[str, ModuleType] = {}
+_patches = Patches()
+_named: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +86,15 @@ def install() -> None:
             "anything distributed, or run it with python -m dtensor.swap"
         )
     _changes.extend(rebind.rebind(_mapping.of))
-    for name, module in _loaded():
-        _entries[name] = module
-        sys.modules[name] = _mapping.modules[id(module)][1]
+    _put_facades()
     for name in _DATACLASS:
         setattr(Spec, name, getattr(_Fields, name))
     _mapping.on = True
-    children.follow()
-    data_parallel.follow()
-    data_parallel_state.follow()
-    older_fsdp_state.follow()
-    files.follow()
+    sys.meta_path.insert(0, _finder)
+    for name in PATCHES:
+        if name in sys.modules:
+            _patches.apply(name, sys.modules[name])
+    files.forget()
 
 
 def uninstall() -> None:
@@ -103,14 +104,13 @@ def uninstall() -> None:
     """
     if not _mapping.on:
         return
-    children.stop()
-    data_parallel.stop()
-    data_parallel_state.stop()
-    older_fsdp_state.stop()
-    files.stop()
+    sys.meta_path.remove(_finder)
+    _patches.undo()
+    files.forget()
     _mapping.on = False
-    sys.modules.update(_entries)
-    _entries.clear()
+    for name, module in _loaded():
+        if isinstance(module, Facade):
+            sys.modules[name] = module._real
     rebind.restore(_changes)
     _changes.clear()
     back = _mapping.back()
@@ -132,7 +132,9 @@ def swapped() -> Iterator[None]:
 
 
 def status() -> Status:
-    """What is swapped, or would be, and what of torch's engine stays torch's."""
+    """What is swapped, or would be, and what of torch's engine stays torch's. Loads all of it."""
+    for name in MODULES:
+        importlib.import_module(name)
     _load()
     ours: list[str] = []
     refused: list[str] = []
@@ -149,22 +151,58 @@ def status() -> Status:
 
 
 def _load() -> None:
-    """Torch's package, C++'s hold on it, the tables and the facades. Changes no name."""
+    """Torch's package, C++'s hold on it, and for what is loaded the tables and the facades. Changes no name."""
     if _mapping.on:
         return
+    for name in CORE:
+        importlib.import_module(name)
     if not _mapping.modules:
-        for name in MODULES:
-            importlib.import_module(name)
         _let_torch_find_its_own()
-        load_names(_mapping)
-    for _, module in _loaded():
-        if id(module) not in _mapping.modules:
-            _mapping.modules[id(module)] = (module, Facade(module, _mapping))
+    for name, module in _loaded():
+        _stand_for(name, module)
 
 
 def _loaded() -> list[tuple[str, ModuleType]]:
     """What is loaded of the modules to swap, under all its names: some have an old one as well."""
     return [(name, module) for name, module in list(sys.modules.items()) if is_under(name, ROOTS)]
+
+
+def _put_facades() -> None:
+    """In the place of each module that has one, under all its names."""
+    for name, module in _loaded():
+        if id(module) in _mapping.modules:
+            sys.modules[name] = _mapping.modules[id(module)][1]
+
+
+def _stand_for(name: str, module: ModuleType) -> bool:
+    """A facade for one module, and its names; whether some were new."""
+    if id(module) not in _mapping.modules:
+        _mapping.modules[id(module)] = (module, Facade(module, _mapping))
+    new = name not in _named and load_names(_mapping, name, module)
+    _named.add(name)
+    return new
+
+
+def _when_loaded(name: str, module: ModuleType) -> None:
+    """A module has just run: what `install` does, for that one. Torch's engine holds its own modules, not facades."""
+    if not _mapping.on:
+        return
+    _patches.apply(name, module)
+    if not is_under(name, ROOTS):
+        return
+    for key, value in list(vars(module).items()):
+        if isinstance(value, Facade):
+            setattr(module, key, value._real)
+    parent, _, child = name.rpartition(".")
+    above = sys.modules.get(parent)
+    if isinstance(above, Facade):
+        setattr(above._real, child, module)
+    if _stand_for(name, module):  # torch's modules that it imported, and that import it, may hold its names by now
+        _changes.extend(rebind.rebind(_mapping.of))
+    _put_facades()
+
+
+_finder = Finder(lambda name: name in PATCHES or is_under(name, ROOTS), _when_loaded)
 
 
 class _Probe(torch.Tensor):

@@ -6,12 +6,10 @@ more entry of it, whose unpickling installs the swap, comes before everything th
 
 from __future__ import annotations
 
-from multiprocessing import spawn
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["follow", "stop"]
-
-_original = spawn.get_preparation_data
+__all__ = ["preparation_data"]
 
 
 class _Install:
@@ -27,16 +25,6 @@ def _install_in_child() -> None:
     install()
 
 
-def _preparation_data(name: str) -> dict[str, Any]:
-    return {**_original(name), "dtensor.swap": _Install()}
-
-
-def follow() -> None:
-    """From now on, spawned processes begin with `install()`."""
-    spawn.get_preparation_data = _preparation_data
-
-
-def stop() -> None:
-    """No longer."""
-    if spawn.get_preparation_data is _preparation_data:
-        spawn.get_preparation_data = _original
+def preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """What a spawned process is told first, so that it begins with `install()`."""
+    return {**original(name), "dtensor.swap": _Install()}

@@ -16,7 +16,6 @@ is true, and another group is refused before anything is sent.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -24,15 +23,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.nn.parallel import DistributedDataParallel
 
 from dtensor.placement import Partial, Replicate
 from dtensor.spec import Spec
 from dtensor.swap import data_parallel_state
 from dtensor.tensor import DTensor
 
-__all__ = ["_localize_dtensor", "_pre_dp_module_transform", "_reconstruct_dtensor", "follow", "stop"]
+__all__ = ["_localize_dtensor", "_pre_dp_module_transform", "_reconstruct_dtensor", "init", "sharding_spec"]
 
 
 def _localize_dtensor(module: nn.Module, *_: object, ignored_params: Iterable[torch.Tensor] | None = None) -> None:
@@ -105,13 +102,9 @@ def _pre_dp_module_transform(module: nn.Module, ignored_params: Iterable[torch.T
 
 
 # ------------------------------------------------------------ the constructor of DDP
-_original: Callable[..., None] = DistributedDataParallel.__init__
-_parameters = inspect.signature(_original)
-
-
-@functools.wraps(_original)
-def _init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    given = _parameters.bind(self, *args, **kwargs).arguments
+def init(original: Callable[..., None], ddp: object, *args: Any, **kwargs: Any) -> None:
+    """It takes a module of DTensors whatever way it is told its ranks."""
+    given = inspect.signature(original).bind(ddp, *args, **kwargs).arguments
     module, mesh, group = given["module"], given.get("device_mesh"), given.get("process_group")
     if isinstance(module, nn.Module):
         names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -127,7 +120,7 @@ def _init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
                 group = mesh.get_group(0)
             _check_group(specs, dist.get_process_group_ranks(group))
             _pre_dp_module_transform(module, ignored)
-    _original(self, *args, **kwargs)
+    original(ddp, *args, **kwargs)
 
 
 def _check_group(specs: dict[str, Spec], ranks: list[int]) -> None:
@@ -151,28 +144,8 @@ def _check_group(specs: dict[str, Spec], ranks: list[int]) -> None:
 
 
 # ------------------------------------------------------------ fully_shard
-_SPEC = "_init_sharding_spec_spmd"  # from torch 2.13 on
-_sharding_spec: Callable[..., Any] | None = getattr(FSDPParam, _SPEC, None)
-
-
-def _init_sharding_spec_spmd(self: Any, param: DTensor, *args: Any, **kwargs: Any) -> Any:
+def sharding_spec(original: Callable[..., Any], held: Any, param: DTensor, *args: Any, **kwargs: Any) -> Any:
     """It asks for the very mesh that `fully_shard` was given; a spec holds one of all the meshes that are equal."""
-    if self.mesh_info.spmd_mesh == param._spec.mesh:
-        self.mesh_info.spmd_mesh = param._spec.mesh
-    assert _sharding_spec is not None
-    return _sharding_spec(self, param, *args, **kwargs)
-
-
-def follow() -> None:
-    """From now on DDP takes modules of DTensors whatever way it is told its ranks."""
-    DistributedDataParallel.__init__ = _init  # type: ignore[method-assign]
-    if _sharding_spec is not None:
-        setattr(FSDPParam, _SPEC, _init_sharding_spec_spmd)
-
-
-def stop() -> None:
-    """No longer."""
-    if _sharding_spec is not None:
-        setattr(FSDPParam, _SPEC, _sharding_spec)
-    if DistributedDataParallel.__init__ is _init:
-        DistributedDataParallel.__init__ = _original  # type: ignore[method-assign]
+    if held.mesh_info.spmd_mesh == param._spec.mesh:
+        held.mesh_info.spmd_mesh = param._spec.mesh
+    return original(held, param, *args, **kwargs)

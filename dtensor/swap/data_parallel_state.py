@@ -9,22 +9,18 @@ In a state dict they would be taken for whole tensors that all ranks have, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torchs
 
 from dtensor.spec import Spec
 from dtensor.swap.parts import part_of
 from dtensor.tensor import DTensor
 
-__all__ = ["follow", "module_hooks", "stop"]
-
-_WRAPPED = ("_get_optim_state_dict", "_load_optim_state_dict")
-_original: dict[str, Callable[..., Any]] = {}
+__all__ = ["module_hooks", "with_hooks"]
 
 
 def module_hooks(module: nn.Module) -> None:
@@ -115,32 +111,13 @@ def _hooked(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def _with_hooks(name: str) -> Callable[..., Any]:
-    """Torch's function, while the optimizers that it is given save and load DTensors."""
-
-    def call(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], *args: Any) -> Any:
-        of_parts = [_hooked(o) for o in optimizers if _has_parts(o)]
-        hooks = [o.register_state_dict_post_hook(_state_saved) for o in of_parts]
-        hooks += [o.register_load_state_dict_pre_hook(_state_loaded) for o in of_parts]
-        try:
-            return _original[name](model, optimizers, *args)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    return call
-
-
-def follow() -> None:
-    """From now on the functions of `torch.distributed.checkpoint.state_dict` do so."""
-    for name in _WRAPPED:
-        if hasattr(torchs, name):
-            _original[name] = getattr(torchs, name)
-            setattr(torchs, name, _with_hooks(name))
-
-
-def stop() -> None:
-    """No longer."""
-    for name, function in _original.items():
-        setattr(torchs, name, function)
-    _original.clear()
+def with_hooks(original: Callable[..., Any], model: nn.Module, optimizers: Iterable[Any], *args: Any) -> Any:
+    """A function for state dicts of optimizers, while those that it is given save and load DTensors."""
+    of_parts = [_hooked(o) for o in optimizers if _has_parts(o)]
+    hooks = [o.register_state_dict_post_hook(_state_saved) for o in of_parts]
+    hooks += [o.register_load_state_dict_pre_hook(_state_loaded) for o in of_parts]
+    try:
+        return original(model, optimizers, *args)
+    finally:
+        for hook in hooks:
+            hook.remove()

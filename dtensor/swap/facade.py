@@ -11,7 +11,6 @@ go on seeing torch's names, so that torch's engine stays whole; see `names.HOLDE
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from torch.utils import _pytree as pytree
 from dtensor.device_mesh import DeviceMesh
 from dtensor.placement import Placement
 from dtensor.spec import Spec
+from dtensor.swap.later import at
 from dtensor.swap.names import ENGINE, HOLDERS_OF_TORCHS_OWN, OURS, PASSED_OVER, REFUSED, is_under
 from dtensor.tensor import DTensor
 
@@ -92,19 +92,17 @@ class Facade(ModuleType):
         return f"<module {self.__name__!r}, swapped by dtensor.swap>"
 
 
-def load_names(mapping: Mapping) -> None:
-    """Fill in the objects of the tables. Modules of torch must be loaded by now, and none of them swapped."""
-    for module, names in OURS.items():
-        for name, place in names.items():
-            there, _, attribute = place.partition(":")
-            real = getattr(importlib.import_module(module), name)
-            mapping.ours[id(real)] = (real, getattr(importlib.import_module(there), attribute))
+def load_names(mapping: Mapping, name: str, module: ModuleType) -> bool:
+    """Fill in what the tables have for one module of torch, which has just run; whether they have anything."""
+    found: list[tuple[object, object]] = [
+        (getattr(module, key), at(place)) for key, place in OURS.get(name, {}).items()
+    ]
     for table, stand_in in ((REFUSED, _refusal), (PASSED_OVER, _passed_over)):
-        for module, hints in table.items():
-            for name, hint in hints.items():
-                real = getattr(sys.modules.get(module), name, None)
-                if real is not None:
-                    mapping.ours[id(real)] = (real, stand_in(f"{module}.{name}", hint))
+        for key, hint in table.get(name, {}).items():
+            if hasattr(module, key):
+                found.append((getattr(module, key), stand_in(f"{name}.{key}", hint)))
+    mapping.ours.update((id(real), (real, ours)) for real, ours in found)
+    return bool(found)
 
 
 def _refusal(name: str, hint: str) -> type:

@@ -12,13 +12,11 @@ address for one that has a storage of its own, so it is told to copy the local p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import _weights_only_unpickler
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from dtensor import device_mesh
 from dtensor.moved import settled_spec
@@ -26,16 +24,19 @@ from dtensor.placement import as_placement
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
-__all__ = ["follow", "stop"]
-
-_original: Callable[..., torch.Tensor] = torch._tensor._rebuild_from_type_v2
+__all__ = ["forget", "offload_tensor", "rebuild"]
 
 
-@functools.wraps(_original)
-def _rebuild_from_type_v2(func: Any, new_type: type, args: Any, state: Any) -> torch.Tensor:
-    made = _original(func, new_type, args, state)
+def rebuild(original: Callable[..., torch.Tensor], func: Any, kind: type, args: Any, state: Any) -> torch.Tensor:
+    """A tensor of a subclass that is in a file: a DTensor of this engine for torch's."""
+    made = original(func, kind, args, state)
     kind = type(made)
     return _ours(made) if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") else made
+
+
+def forget() -> None:
+    """The functions that `torch.load` has looked up: to be called when that one is replaced or put back."""
+    _weights_only_unpickler._get_allowed_globals.cache_clear()
 
 
 def _ours(its: Any) -> DTensor:
@@ -63,33 +64,14 @@ def _mesh(mesh: Any) -> device_mesh.DeviceMesh:
     )  # fmt: skip
 
 
-_offload: Callable[..., Any] = StateDictStager._offload_tensor
-
-
-@functools.wraps(_offload)
-def _offload_tensor(self: StateDictStager, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+def offload_tensor(
+    original: Callable[..., Any], stager: object, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False
+) -> Any:
+    """The copy of a tensor that `async_save` makes: of a DTensor, one over the copy of its local part."""
     if not isinstance(x, DTensor):
-        return _offload(self, x, memo, non_blocking)
+        return original(stager, x, memo, non_blocking)
     spec = settled_spec(x, "async_save")
     memo[id(x)] = made = DTensor(
-        _offload(self, x._local_tensor, memo, non_blocking), spec, requires_grad=x.requires_grad
+        original(stager, x._local_tensor, memo, non_blocking), spec, requires_grad=x.requires_grad
     )
     return made
-
-
-def follow() -> None:
-    """From now on `torch.load` gives DTensors of this engine, and `async_save` takes them."""
-    _put(_rebuild_from_type_v2)
-    StateDictStager._offload_tensor = _offload_tensor  # type: ignore[method-assign]
-
-
-def stop() -> None:
-    """No longer."""
-    StateDictStager._offload_tensor = _offload  # type: ignore[method-assign]
-    if torch._tensor._rebuild_from_type_v2 is _rebuild_from_type_v2:
-        _put(_original)
-
-
-def _put(function: Callable[..., torch.Tensor]) -> None:
-    torch._tensor._rebuild_from_type_v2 = function
-    _weights_only_unpickler._get_allowed_globals.cache_clear()

@@ -7,7 +7,10 @@ modules define for themselves.
 
 from __future__ import annotations
 
-__all__ = ["ENGINE", "HOLDERS_OF_TORCHS_OWN", "MODULES", "OURS", "PASSED_OVER", "REFUSED", "ROOTS", "is_under"]
+__all__ = [
+    "CORE", "ENGINE", "HOLDERS_OF_TORCHS_OWN", "MODULES", "OURS", "PASSED_OVER", "PATCHES", "REFUSED", "ROOTS",
+    "is_under",
+]  # fmt: skip
 
 ROOTS = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.device_mesh")
 """What is swapped: these modules and everything under them."""
@@ -17,6 +20,9 @@ ENGINE = ("dtensor",)
 
 _TENSOR = "torch.distributed.tensor"
 
+CORE = ("torch.distributed.device_mesh", _TENSOR)
+"""What `install` imports: C++ looks for it anyway. Modules loaded later are swapped when they are."""
+
 MODULES = (
     "torch.distributed.fsdp", "torch.distributed.device_mesh", _TENSOR, f"{_TENSOR}.parallel",
     f"{_TENSOR}.parallel.ddp", f"{_TENSOR}.parallel.fsdp", f"{_TENSOR}.parallel.input_reshard",
@@ -25,7 +31,7 @@ MODULES = (
     f"{_TENSOR}._redistribute", f"{_TENSOR}._utils", f"{_TENSOR}._shards_wrapper", "torch.distributed._tensor",
     "torch.distributed._tensor.api", "torch.distributed._tensor.placement_types",
 )  # fmt: skip
-"""What `install` imports first, so that nothing of it is loaded later and half; in this order, for torch's own sake."""
+"""What `status` tells about; in this order, for torch's own sake."""
 
 HOLDERS_OF_TORCHS_OWN = (
     *ROOTS, "torch._dynamo.variables.builder", "torch._dynamo.variables.distributed",
@@ -107,6 +113,27 @@ PASSED_OVER: dict[str, dict[str, str]] = {
 }
 """Decorators that tell torch's engine where an op may be cut. Numbers do not hang on them: they are passed over with a
 warning, and the op has this engine's rule, or works on gathered inputs."""
+
+_FSDP, _CHECKPOINT = "torch.distributed.fsdp", "torch.distributed.checkpoint"
+PATCHES: dict[str, dict[str, str]] = {
+    "multiprocessing.spawn": {"get_preparation_data": "children:preparation_data"},
+    "torch._tensor": {"_rebuild_from_type_v2": "files:rebuild"},
+    "torch.nn.parallel.distributed": {"DistributedDataParallel.__init__": "data_parallel:init"},
+    f"{_FSDP}._fully_shard._fsdp_param": {"FSDPParam._init_sharding_spec_spmd": "data_parallel:sharding_spec"},
+    f"{_FSDP}._optim_utils": {
+        f"_{name}": f"older_fsdp_state:{name}"
+        for name in (
+            "flatten_optim_state", "map_param_key_to_optim_keys", "shard_orig_param_state",
+            "unflatten_orig_param_states",
+        )
+    },
+    f"{_CHECKPOINT}.state_dict": dict.fromkeys(
+        ("_get_optim_state_dict", "_load_optim_state_dict"), "data_parallel_state:with_hooks"
+    ),
+    f"{_CHECKPOINT}._state_dict_stager": {"StateDictStager._offload_tensor": "files:offload_tensor"},
+}  # fmt: skip
+"""Functions of other modules that are replaced: module: its name: where in `dtensor.swap` ours is, which gets the
+original first."""
 
 
 def is_under(module: str, roots: tuple[str, ...]) -> bool:

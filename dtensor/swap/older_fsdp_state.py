@@ -12,22 +12,18 @@ goes torch's way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import _optim_utils
 
 from dtensor.spec import Spec
 from dtensor.swap.parts import part_of
 from dtensor.tensor import DTensor
 
-__all__ = ["follow", "stop"]
-
-_OURS = (
-    "_flatten_optim_state", "_map_param_key_to_optim_keys", "_shard_orig_param_state", "_unflatten_orig_param_states",
-)  # fmt: skip
-_torchs: dict[str, Any] = {}
+__all__ = [
+    "flatten_optim_state", "map_param_key_to_optim_keys", "shard_orig_param_state", "unflatten_orig_param_states",
+]  # fmt: skip
 
 
 def _checked(value: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -49,20 +45,25 @@ def _parts(info: Any, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _checked(v, spec) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in state.items()}
 
 
-def _shard_orig_param_state(fsdp_param_info: Any, fqn: str, optim_state: dict[str, Any]) -> dict[str, Any]:
+def shard_orig_param_state(
+    original: Callable[..., Any], fsdp_param_info: Any, fqn: str, optim_state: dict[str, Any]
+) -> dict[str, Any]:
     """With `use_orig_params=True`: the state of one parameter as this rank's piece."""
     state = _parts(fsdp_param_info, fqn, optim_state)
-    given: dict[str, Any] = _torchs["_shard_orig_param_state"](fsdp_param_info, fqn, state)
+    given: dict[str, Any] = original(fsdp_param_info, fqn, state)
     return given
 
 
-def _flatten_optim_state(fsdp_param_info: Any, unflat_osd_state: dict[str, Any], unflat_param_names: list[str]) -> Any:
+def flatten_optim_state(
+    original: Callable[..., Any], fsdp_param_info: Any, unflat_osd_state: dict[str, Any], unflat_param_names: list[str]
+) -> Any:
     """Without: the state of all parameters of one flat parameter as this rank's piece."""
     state = {n: _parts(fsdp_param_info, n, unflat_osd_state[n]) for n in unflat_param_names if n in unflat_osd_state}
-    return _torchs["_flatten_optim_state"](fsdp_param_info, {**unflat_osd_state, **state}, unflat_param_names)
+    return original(fsdp_param_info, {**unflat_osd_state, **state}, unflat_param_names)
 
 
-def _map_param_key_to_optim_keys(
+def map_param_key_to_optim_keys(
+    original: Callable[..., Any],
     optim_state_dict: dict[str, Any],
     group: Any,
     param_key_to_param: Any,
@@ -73,12 +74,13 @@ def _map_param_key_to_optim_keys(
     """The names of what has state, the same on all ranks: gathered, as only one group of FSDP has rank 0."""
     handles = {id(info.handle): info.handle for info in fqn_to_fsdp_param_info.values()}
     over_both = any(isinstance(e, Spec) for h in handles.values() for e in h.flat_param._param_extensions)
-    return _torchs["_map_param_key_to_optim_keys"](
+    return original(
         optim_state_dict, group, param_key_to_param, param_to_fqns, fqn_to_fsdp_param_info, merge_keys or over_both
     )
 
 
-def _unflatten_orig_param_states(
+def unflatten_orig_param_states(
+    original: Callable[..., Any],
     fsdp_param_info: Any,
     output_states: dict[str, dict[str, Any]],
     state_name: str,
@@ -100,19 +102,4 @@ def _unflatten_orig_param_states(
         else:
             value = state._fsdp_extension.chunk_tensor(value)
         held[state_name] = value.cpu() if cpu_offload else value
-    _torchs["_unflatten_orig_param_states"](fsdp_param_info, rest, state_name, shard_state, to_save, cpu_offload)
-
-
-def follow() -> None:
-    """From now on."""
-    for name in _OURS:
-        if hasattr(_optim_utils, name):
-            _torchs[name] = getattr(_optim_utils, name)
-            setattr(_optim_utils, name, globals()[name])
-
-
-def stop() -> None:
-    """No longer."""
-    for name, function in _torchs.items():
-        setattr(_optim_utils, name, function)
-    _torchs.clear()
+    original(fsdp_param_info, rest, state_name, shard_state, to_save, cpu_offload)

@@ -6,18 +6,20 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dtensor import _utils, api
 from dtensor.device_mesh import DeviceMesh, _active
-from dtensor.parallel import ParallelStyle, plan
 from dtensor.placement import Placement
 from dtensor.reshard_run import redistribute_local
 from dtensor.spec import Spec, TensorMeta, contiguous_stride, normalize_placements
 from dtensor.tensor import DTensor
+
+if TYPE_CHECKING:
+    from dtensor.parallel import ParallelStyle
 
 __all__ = [
     "compute_local_shape_and_global_offset", "is_rng_supported_mesh", "manual_seed", "mesh_resources",
@@ -113,8 +115,11 @@ def parallelize_module(
     with one that is goes on sharing it, laid out now: programs lay out the embedding and the head of a tied model in
     two calls. Left out for good, it has a DTensor among plain tensors and says so in its forward.
     """
+    from dtensor.parallel import plan
+
     if isinstance(parallelize_plan, Mapping):
-        lost = [path for path in parallelize_plan if isinstance(path, str) and not _named(module, path)]
+        paths = [path for path in parallelize_plan if isinstance(path, str) and path]
+        lost = [path for path in paths if next(plan.find(module, path.split("."), ""), None) is None]
         for path in lost:
             warnings.warn(f"parallelize_module: the plan names {path!r}, which is not there: skipped", stacklevel=2)
         parallelize_plan = {path: style for path, style in parallelize_plan.items() if path not in lost}
@@ -127,10 +132,6 @@ def parallelize_module(
         for owner, name, leader, of in followers:
             owner._parameters[name] = leader._parameters[of]
     return module
-
-
-def _named(module: nn.Module, path: str) -> bool:
-    return path == "" or next(plan.find(module, path.split("."), ""), None) is not None
 
 
 @contextmanager
