@@ -203,6 +203,12 @@ def wrong(on):
         if root and isinstance(module, Facade) != on:
             yield f"{name} is {'the real one' if on else 'a facade'}"
         real = module._real if isinstance(module, Facade) else module
+        parent, _, child = name.rpartition(".")
+        if root and parent == real.__name__.rpartition(".")[0]:
+            above = sys.modules[parent]
+            held = vars(above._real if root and isinstance(above, Facade) else above)[child]
+            if held is not (module if parent == "torch.distributed" else real):
+                yield f"{parent} holds {held} as {child}"
         if not names.is_under(name, ("torch",)) or not hasattr(real, "__dict__"):
             continue
         for key, value in list(vars(real).items()):

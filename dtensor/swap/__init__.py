@@ -174,13 +174,13 @@ def _put_facades() -> None:
             sys.modules[name] = _mapping.modules[id(module)][1]
 
 
-def _stand_for(name: str, module: ModuleType) -> bool:
-    """A facade for one module, and its names; whether some were new."""
+def _stand_for(name: str, module: ModuleType) -> None:
+    """A facade for one module, and its names."""
     if id(module) not in _mapping.modules:
         _mapping.modules[id(module)] = (module, Facade(module, _mapping))
-    new = name not in _named and load_names(_mapping, name, module)
+    if name not in _named:
+        load_names(_mapping, name, module)
     _named.add(name)
-    return new
 
 
 def _when_loaded(name: str, module: ModuleType) -> None:
@@ -197,8 +197,7 @@ def _when_loaded(name: str, module: ModuleType) -> None:
     above = sys.modules.get(parent)
     if isinstance(above, Facade):
         setattr(above._real, child, module)
-    if _stand_for(name, module):  # torch's modules that it imported, and that import it, may hold its names by now
-        _changes.extend(rebind.rebind(_mapping.of))
+    _stand_for(name, module)
     _put_facades()
 
 

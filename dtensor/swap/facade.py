@@ -92,8 +92,8 @@ class Facade(ModuleType):
         return f"<module {self.__name__!r}, swapped by dtensor.swap>"
 
 
-def load_names(mapping: Mapping, name: str, module: ModuleType) -> bool:
-    """Fill in what the tables have for one module of torch, which has just run; whether they have anything."""
+def load_names(mapping: Mapping, name: str, module: ModuleType) -> None:
+    """Fill in what the tables have for one module of torch, the real one."""
     found: list[tuple[object, object]] = [
         (getattr(module, key), at(place)) for key, place in OURS.get(name, {}).items()
     ]
@@ -102,7 +102,6 @@ def load_names(mapping: Mapping, name: str, module: ModuleType) -> bool:
             if hasattr(module, key):
                 found.append((getattr(module, key), stand_in(f"{name}.{key}", hint)))
     mapping.ours.update((id(real), (real, ours)) for real, ours in found)
-    return bool(found)
 
 
 def _refusal(name: str, hint: str) -> type:
