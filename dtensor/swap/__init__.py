@@ -78,14 +78,14 @@ def install() -> None:
     if _mapping.on:
         return
     _load()
-    early = rebind.bound_early(_mapping.of)
+    early = rebind.bound_early(_mapping.forth())
     if early:
         named = ", ".join(early[:8]) + (", ..." if len(early) > 8 else "")
         raise SwapError(
             f"imported too early, and torch's already: {named}. Call dtensor.swap.install() before the program imports "
             "anything distributed, or run it with python -m dtensor.swap"
         )
-    _changes.extend(rebind.rebind(_mapping.of))
+    _changes.extend(rebind.rebind(_mapping.forth()))
     _put_facades()
     for name in _DATACLASS:
         setattr(Spec, name, getattr(_Fields, name))
@@ -113,8 +113,7 @@ def uninstall() -> None:
             sys.modules[name] = module._real
     rebind.restore(_changes)
     _changes.clear()
-    back = _mapping.back()
-    rebind.rebind(lambda value: back[id(value)][1] if id(value) in back and back[id(value)][0] is value else None)
+    rebind.rebind(_mapping.back())
     for name in _DATACLASS:
         delattr(Spec, name)
 

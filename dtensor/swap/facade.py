@@ -50,6 +50,10 @@ class Mapping:
         found = self.ours.get(id(value)) or self.modules.get(id(value))
         return found[1] if found is not None and found[0] is value else None
 
+    def forth(self) -> dict[int, tuple[object, object]]:
+        """All of it, by identity: torch's and ours."""
+        return {**self.ours, **self.modules}
+
     def back(self) -> dict[int, tuple[object, object]]:
         """The other way round: torch's for ours."""
         pairs = [*self.ours.values(), *self.modules.values()]

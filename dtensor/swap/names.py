@@ -138,4 +138,4 @@ original first."""
 
 def is_under(module: str, roots: tuple[str, ...]) -> bool:
     """Whether `module` is one of `roots` or inside one."""
-    return module.startswith(tuple(f"{root}." for root in roots)) or module in roots
+    return module.startswith(roots) and (module in roots or module.startswith(tuple(f"{root}." for root in roots)))

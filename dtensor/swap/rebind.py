@@ -8,12 +8,15 @@ since (subclasses, plans, meshes) cannot be told, so `install` stops and names t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 from dtensor.swap.names import ENGINE, HOLDERS_OF_TORCHS_OWN, is_under
 
 __all__ = ["bound_early", "rebind", "replace", "restore"]
+
+Table = Mapping[int, tuple[object, object]]
+"""By identity: an object, and what stands for it."""
 
 Change = tuple[ModuleType, str, object]
 """A module, a global of it, and the value that it had."""
@@ -32,24 +35,27 @@ def _replaced(name: str) -> bool:
     return is_under(name, ("torch",)) and not is_under(name, HOLDERS_OF_TORCHS_OWN)
 
 
-def bound_early(of: Callable[[object], object | None]) -> list[str]:
-    """`module.name` of globals outside of torch and this engine that hold something for which `of` has another."""
+def _held(module: ModuleType, table: Table) -> list[tuple[str, object]]:
+    """The globals of a module that the table has something for, and that."""
+    return [(key, table[id(value)][1]) for key, value in list(vars(module).items()) if id(value) in table]
+
+
+def bound_early(table: Table) -> list[str]:
+    """`module.name` of globals outside of torch and this engine that hold something which is in the table."""
     found = []
     for name, module in _modules():
         if not is_under(name, ("torch", *ENGINE)):
-            found += [f"{name}.{key}" for key, value in list(vars(module).items()) if of(value) is not None]
+            found += [f"{name}.{key}" for key, _ in _held(module, table)]
     return found
 
 
-def rebind(of: Callable[[object], object | None]) -> list[Change]:
+def rebind(table: Table) -> list[Change]:
     """Replace them in torch's modules; gives back what `restore` needs."""
     changes: list[Change] = []
     for name, module in _modules():
         if _replaced(name):
-            for key, value in list(vars(module).items()):
-                new = of(value)
-                if new is not None:
-                    replace(module, key, new, changes)
+            for key, new in _held(module, table):
+                replace(module, key, new, changes)
     return changes
 
 
