@@ -187,8 +187,9 @@ def owned_parameters(module: nn.Module) -> Iterator[Owned]:
 def replacing(owned: Sequence[Owned], root: nn.Module, call: str, every: bool = True) -> Iterator[None]:
     """Inside, `call` replaces these parameters of `root`. Warns before of those that somebody else holds.
 
-    Where it may keep some (not `every`) it warns afterwards, of those that were replaced. An optimizer that was made before, or a list to make one of, keeps the old parameters, and would train nothing. What
-    only a variable holds is not told: a loop leaves a parameter behind. Calls inside tell of other parameters only.
+    Where it may keep some (not `every`) it warns afterwards, of those that were replaced. An optimizer that was made
+    before, or a list to make one of, keeps the old parameters, and would train nothing. What only a variable holds is
+    not told: a loop leaves a parameter behind. Calls inside tell of other parameters only.
     """
     outer = _replacing.seen
     owned = [x for x in owned if id(x[1]._parameters[x[2]]) not in outer]

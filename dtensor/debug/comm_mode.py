@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ class CommDebugMode(TorchDispatchMode):
     def _reset(self) -> None:
         self.events: list[Event] = []
         self._operators: Counter[Any] = Counter()
-        self._parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self._parameters: dict[str, WeakValueDictionary[str, nn.Parameter]] = {}
         self._sharding: dict[str, tuple[Placement, ...]] = {}
         self.tree = ModuleTree(self._on_module)
 
@@ -98,7 +99,7 @@ class CommDebugMode(TorchDispatchMode):
     def _on_module(self, name: str, module: nn.Module) -> None:
         own = dict(module.named_parameters(recurse=False))
         if own:
-            self._parameters[name] = own
+            self._parameters[name] = WeakValueDictionary(own)  # looking on keeps nothing alive
         for n, p in own.items():
             if isinstance(p, DTensor):
                 self._sharding[f"{name}.{n}"] = p.placements
@@ -145,7 +146,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def get_parameter_info(self) -> dict[str, dict[str, nn.Parameter]]:
         """Module path -> its own parameters by name, for every module with parameters that ran."""
-        return self._parameters
+        return {path: dict(own) for path, own in self._parameters.items()}
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
         """Parameter path -> placements, for every DTensor parameter of a module that ran."""
@@ -157,7 +158,7 @@ class CommDebugMode(TorchDispatchMode):
         noise_level: 0 collectives only; 1 also operations on DTensors; 2 also operations on local tensors that
         compute something; 3 everything. Raises ValueError for another level.
         """
-        return report.table(self.tree, self.events, self._parameters, noise_level)
+        return report.table(self.tree, self.events, self.get_parameter_info(), noise_level)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -169,7 +170,7 @@ class CommDebugMode(TorchDispatchMode):
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """Write the tracing table's content as JSON: a list of modules, nested as they ran."""
         with open(file_name, "w", encoding="utf-8") as f:
-            f.write(report.as_json(self.tree, self.events, self._parameters, noise_level))
+            f.write(report.as_json(self.tree, self.events, self.get_parameter_info(), noise_level))
 
 
 def _prefixes(path: str) -> list[str]:
