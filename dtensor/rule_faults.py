@@ -72,7 +72,7 @@ def _raised(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(_PACKAGES)]
     at = theirs[-1] if theirs else None
-    own = at is not None and (at.line or "").startswith("raise")  # the program's words
+    own = at is not None and at is frames[-1] and (at.line or "raise").startswith("raise")  # the program's words
     said = f"raised {type(error).__name__}"
     said += "" if isinstance(error, _PYTHONS) and theirs and not own else f": {error}"[:600]
     return said if at is None else f"{said}\n  at {at.filename}:{at.lineno}: {(at.line or '')[:200]}"
