@@ -14,6 +14,7 @@ from dtensor import tensor as _tensor
 from dtensor.api import distribute_tensor
 from dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.factory import empty, full, ones, rand, randn, zeros
+from dtensor.folders import name_for_the_program as _name_for_the_program
 from dtensor.module import distribute_module
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, _StridedShard
 from dtensor.rule_absent import strict_rules
@@ -58,3 +59,5 @@ __all__ = [
     "distribute_module", "distribute_tensor", "empty", "full", "init_device_mesh", "ones",
     "rand", "randn", "simulate", "strict_rules", "zeros",
 ]  # fmt: skip
+
+_name_for_the_program()

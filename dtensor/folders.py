@@ -1,7 +1,8 @@
 """The packages beside this one, under its name: `dtensor.parallel`, `dtensor.loss`, `dtensor.propagation_rules`.
 
 They are found by where this file lies, never by a name on the path, which a user's own `loss.py` may have. Their short
-names are other names for the same modules, for those who import them where nobody else has them.
+names are other names for the same modules, for those who import them where nobody else has them. A program that is run
+as `loss.py` hides the short name only by being run: it is `__main__`, and `import loss` in it means ours.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from pkgutil import iter_modules
 
-__all__ = ["also_called", "load_beside"]
+__all__ = ["also_called", "load_beside", "name_for_the_program"]
+
+NAMES = ("loss", "parallel", "propagation_rules")
 
 
 def load_beside(name: str) -> None:
@@ -35,3 +38,10 @@ def also_called(name: str) -> None:
         if part.name != "__main__" and not part.ispkg:
             sys.modules[f"{name}.{part.name}"] = import_module(f"dtensor.{name}.{part.name}")
     sys.modules[name] = package
+
+
+def name_for_the_program() -> None:
+    """Where the running program's own file is called as one of ours, import ours by the short name."""
+    name = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "").stem
+    if name in NAMES and name not in sys.modules:
+        also_called(name)

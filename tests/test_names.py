@@ -92,7 +92,7 @@ def test_beside_files_of_these_names(tmp_path: Path) -> None:
 
 
 def test_as_a_file_of_such_a_name(tmp_path: Path) -> None:
-    (tmp_path / "loss.py").write_text(USE)
+    (tmp_path / "loss.py").write_text(USE + "import loss\nassert loss is dtensor.loss\n")
     python("loss.py", cwd=tmp_path)
 
 
