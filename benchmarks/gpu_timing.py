@@ -82,7 +82,7 @@ def measure(calls: Mapping[str, Call], at: Rank, rounds: int = 12, loops: int = 
     A call that raises an error, which it then must do on all ranks, is FAILED; the error is told on rank 0. Our kernels
     for products are out in turns of others, who would lose time there.
     """
-    from dtensor.products import see_whole
+    from dtensor.dispatch.products import see_whole
 
     rounds, loops, warmup = (2, 1, 1) if at.tiny else (rounds, loops, warmup)
     working = {}

@@ -23,8 +23,9 @@ from typing import Any
 import side_by_side as bench
 import torch
 
-from dtensor import DTensor, Replicate, Shard, dispatch, init_device_mesh
-from dtensor.dispatch import OpInfo
+from dtensor import DTensor, Replicate, Shard, init_device_mesh
+from dtensor.dispatch import hit as dispatch
+from dtensor.dispatch.hit import OpInfo
 
 OPS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "a + b": (torch.ops.aten.add.Tensor, lambda a, b: (a, b)),

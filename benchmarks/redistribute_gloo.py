@@ -67,7 +67,7 @@ def received(call: Any) -> int:
 
 def under(model: Any, call: Any) -> None:
     """`call` by a cost model."""
-    from dtensor.cost import use_cost_model
+    from dtensor.redistribute.cost_model import use_cost_model
 
     with use_cost_model(model):
         call()

@@ -31,9 +31,9 @@ CALLS, WARM = 80, 16
 
 def plan_times(axes: int, model: Any) -> list[float]:
     """Milliseconds of all plans on a mesh of so many axes."""
-    from dtensor.device_mesh import init_device_mesh
+    from dtensor.mesh.device_mesh import init_device_mesh
     from dtensor.placement import Partial, Replicate, Shard, StridedShard
-    from dtensor.reshard_plan import _plan
+    from dtensor.redistribute.plan import _plan
     from dtensor.spec import Spec, contiguous_stride
 
     mesh = init_device_mesh("cpu", MESHES[axes])
@@ -90,7 +90,7 @@ def main() -> None:
     """Print two tables."""
     bench.start_fake_world(16)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    from dtensor.cost import CostModel
+    from dtensor.redistribute.cost_model import CostModel
 
     unlike = CostModel(hop=4e-6, axis_bandwidth={0: 1e9, 1: 2e9, 2: 2e9, 3: 3e9}, slack=math.inf)
     rows = []

@@ -69,7 +69,7 @@ def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int, loops: int,
 
     Our kernels for products are out while it is torch's turn: tensors of any class go by them, and lose time there.
     """
-    from dtensor.products import see_whole
+    from dtensor.dispatch.products import see_whole
 
     times: dict[str, list[float]] = {name: [] for name in calls}
     working = {}

@@ -8,17 +8,17 @@ The names are those of `torch.distributed.tensor` and `torch.distributed.device_
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtensor import tensor as _tensor
-from dtensor.api import distribute_tensor
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.dispatch.no_rule import strict_rules
+from dtensor.distribute import distribute_module, distribute_tensor
 from dtensor.factory import empty, full, ones, rand, randn, zeros
 from dtensor.folders import name_for_the_program as _name_for_the_program
-from dtensor.module import distribute_module
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, _StridedShard
-from dtensor.rule_absent import strict_rules
-from dtensor.simulate import simulate
+from dtensor.simulation.simulate import simulate
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from dtensor.lowering import lower as lower
 
 __version__ = "0.1.0"
+
+__path__.append(str(Path(__file__).with_name("faces")))
+"""Module names that moved, each the module itself: `dtensor.registry` is `dtensor.rules.registry`."""
 
 _PACKAGES = ("debug", "experimental", "loss", "parallel")
 

@@ -12,9 +12,12 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+import torch
+
 __all__ = [
     "LIMIT", "SEE_INPUTS", "WITHOUT_SWAP", "BoundedError", "CollectiveError", "LayoutError", "MeshError",
-    "MixedTensorError", "NoRuleError", "RuleError", "bounded", "expect", "explain_error", "listed", "short",
+    "MixedTensorError", "NoRuleError", "RuleError", "bounded", "expect", "explain_error", "listed", "refuse_layout",
+    "short",
 ]  # fmt: skip
 
 LIMIT = 1900
@@ -142,3 +145,15 @@ def expect(call: str, name: str, value: object, kind: Any, what: str, fix: str) 
         raise TypeError(
             explain_error(call, f"{name}={short(value)}, a {type(value).__name__}", f"{name} must be {what}", fix)
         )
+
+
+def refuse_layout(call: str, t: torch.Tensor, fix: str = "t.to_dense()") -> None:
+    """RuntimeError for tensors that are no dense block of numbers: sparse, nested, opaque to torch."""
+    if t.layout is not torch.strided or t.is_nested:
+        kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
+        raise RuntimeError(
+            explain_error(
+                call, f"a {kind} tensor of {list(t.shape) if not t.is_nested else 'several shapes'}",
+                "only dense tensors can be distributed", "t.to_padded_tensor(0)" if t.is_nested else fix,
+            )
+        )  # fmt: skip

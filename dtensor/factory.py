@@ -7,14 +7,14 @@ from numbers import Number
 
 import torch
 
-from dtensor import random as rng
-from dtensor.compiled import refuse_export
-from dtensor.device_mesh import DeviceMesh, as_mesh
+from dtensor.dispatch import random as rng
 from dtensor.errors import expect, explain_error, short
+from dtensor.mesh.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Partial, Placement, Replicate
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.tensor import DTensor
+from dtensor.tensor_methods.compiled import refuse_export
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 

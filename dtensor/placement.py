@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from dtensor.pieces import pieces
+from dtensor.intervals import pieces
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "StridedShard", "_StridedShard", "as_placement"]
 
@@ -27,7 +27,8 @@ _NORM = re.compile(r"norm(\d+(\.\d+)?)$")
 
 
 def _metaclass() -> type[type]:
-    """What `torch.compile` of torch 2.11 asks of classes whose objects are constants (`dtensor.compiled`), or `type`.
+    """What `torch.compile` of torch 2.11 asks of classes whose objects are constants
+    (`dtensor.tensor_methods.compiled`), or `type`.
 
     It makes `isinstance` slower, so newer versions, which ask for nothing, get none.
     """
@@ -110,7 +111,7 @@ class Shard(Placement):
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """The parts of a whole tensor: `dtensor.pieces`."""
+        """The parts of a whole tensor: `dtensor.intervals`."""
         return pieces(tensor, self.dim, 1, num_chunks, with_padding, contiguous)
 
     def __reduce__(self) -> tuple[type[Shard], tuple[int]]:
@@ -178,7 +179,7 @@ class StridedShard(Placement):
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """The parts of a whole tensor: `dtensor.pieces`."""
+        """The parts of a whole tensor: `dtensor.intervals`."""
         return pieces(tensor, self.dim, self.split_factor, num_chunks, with_padding, contiguous)
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:

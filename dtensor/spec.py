@@ -24,16 +24,16 @@ import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dtensor.device_mesh import DeviceMesh
 from dtensor.errors import LayoutError, expect, explain_error, short
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
 __all__ = [
-    "Cut", "Interval", "Spec", "TensorMeta", "contiguous_stride", "cut_runs", "dim_intervals", "is_even",
+    "Cut", "Interval", "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "cut_runs", "dim_intervals", "is_even",
     "local_sizes", "may_be_empty", "normalize_placements", "part_of_runs", "parts_of_runs",
 ]  # fmt: skip
 
@@ -49,7 +49,7 @@ _SHORT = {
     torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 WEIGHTED = "weighted avg"
-"""The reduction of results that wait for their collective (`dtensor.deferred`)."""
+"""The reduction of results that wait for their collective (`dtensor.rules.deferred`)."""
 _LONG = {short: dtype for dtype, short in _SHORT.items()}
 
 
@@ -479,3 +479,13 @@ def _make_spec(
 
 
 _specs: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
+
+
+class LateSpec(Spec):
+    """Spec of a DTensor whose local tensor may have to be brought up to date before it is read. Never interned."""
+
+    __slots__ = ()
+
+    def settle(self, x: Any, call: str) -> Spec:
+        """Bring `x`, which has this spec, up to date for `call`; gives the ordinary spec of its value."""
+        raise NotImplementedError

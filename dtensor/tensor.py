@@ -2,7 +2,7 @@
 
 A DTensor is a wrapper: its shape, stride and dtype are the global ones, its data is the local tensor of this
 rank. Operations on it mean what they mean on the global tensor; how they are carried out is decided by the
-sharding rules (`dtensor.propagate`) and run by `dtensor.dispatch`.
+sharding rules (`dtensor.rules.decision`) and run by `dtensor.dispatch.hit`.
 
 Names and signatures follow `torch.distributed.tensor`.
 """
@@ -17,24 +17,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dtensor import compiled as _compiled
-from dtensor import composites as _composites  # noqa: F401 - registers its functions
-from dtensor import dispatch as _dispatch
-from dtensor import dispatch_miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
-from dtensor import memory as _memory
-from dtensor import products as _products
-from dtensor import specials as _specials  # noqa: F401 - registers its handlers
-from dtensor.comm import traced
-from dtensor.deferred import DeferredSpec
-from dtensor.device_mesh import DeviceMesh, as_mesh
-from dtensor.errors import MixedTensorError, expect, explain_error, short
-from dtensor.memory import refuse_layout
-from dtensor.moved import GivenSpec, ViewOf, note_input, settled_spec, spec_to_compile
+from dtensor.comm.communicator import traced
+from dtensor.comm.reduce_ops import power, root
+from dtensor.dispatch import composites as _composites  # noqa: F401 - registers its functions
+from dtensor.dispatch import handlers as _specials  # noqa: F401 - registers its handlers
+from dtensor.dispatch import hit as _dispatch
+from dtensor.dispatch import miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
+from dtensor.dispatch import products as _products
+from dtensor.dispatch.materialized import GivenSpec, ViewOf, note_input, settled_spec, spec_to_compile
+from dtensor.errors import MixedTensorError, expect, explain_error, refuse_layout, short
+from dtensor.mesh.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reductions import power, root
-from dtensor.reshard_run import Move, known_move, redistribute_local, remember_move
+from dtensor.redistribute.executor.run import Move, known_move, redistribute_local, remember_move
+from dtensor.rules.deferred import DeferredSpec
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.strides import dense, in_order, stride_like
+from dtensor.tensor_methods import compiled as _compiled
+from dtensor.tensor_methods import memory as _memory
 
 __all__ = ["DTensor"]
 
@@ -109,10 +108,10 @@ class DTensor(_Tensor):
         return _run(func, args, kwargs)
 
     _op_dispatcher = _Absent(
-        "dtensor.dispatch.dispatch runs an op, dtensor.registry.lookup(op) gives its rule, dtensor.experimental."
-        "register_sharding and dtensor.registry.register take one"
+        "dtensor.dispatch.hit.dispatch runs an op, dtensor.rules.registry.lookup(op) gives its rule, "
+        "dtensor.experimental.register_sharding and dtensor.rules.register take one"
     )
-    _propagator = _Absent("dtensor.propagate decides where an op runs, dtensor.registry holds the rules")
+    _propagator = _Absent("dtensor.rules.decision decides where an op runs, dtensor.rules.registry holds the rules")
     _custom_dispatch_ops = _Absent("dtensor.dispatch.special registers a function that handles an op as a whole")
     _raise_if_contains_partial_placements = _Absent("x._spec.has_partial() tells whether a reduction is pending")
 
@@ -172,7 +171,7 @@ class DTensor(_Tensor):
         mesh = as_mesh(device_mesh)
         given = placements, shape, stride, grad_placements
         if run_check:
-            from dtensor.check import run_checks
+            from dtensor.tensor_methods.run_check import run_checks
 
             local_tensor = run_checks(lambda: _describe(local_tensor, mesh, *given)[:2], mesh, shape is None)
         local, spec, grads = _describe(local_tensor, mesh, *given)
@@ -406,17 +405,17 @@ class DTensor(_Tensor):
         return made
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
-        from dtensor.checkpoint import write_items
+        from dtensor.tensor_methods.checkpoint import write_items
 
         return write_items(self, fqn, object)
 
     def __create_chunk_list__(self) -> Any:
-        from dtensor.checkpoint import chunk_list
+        from dtensor.tensor_methods.checkpoint import chunk_list
 
         return chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from dtensor.checkpoint import tensor_shard
+        from dtensor.tensor_methods.checkpoint import tensor_shard
 
         return tensor_shard(self, index)
 
@@ -595,7 +594,7 @@ def _redistribute(
         local = local.to(dtype)
         spec = spec.with_meta(spec.shape, spec.stride, dtype)
     if mesh is not None and mesh != spec.mesh:
-        from dtensor.reshard_meshes import redistribute_between
+        from dtensor.redistribute.cross_mesh import redistribute_between
 
         target = Spec.make(mesh, placed, spec.shape, contiguous_stride(spec.shape), spec.dtype)
         moved = redistribute_between(local, spec, target, async_op=async_op)
@@ -848,7 +847,8 @@ def register_with_torch() -> None:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    from dtensor import device_mesh, placement, spec
+    from dtensor import placement, spec
+    from dtensor.mesh import device_mesh
 
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if DTensor not in types:

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule, linear
-from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
-from dtensor.registry import Call, built_in, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, built_in, register
+from dtensor.rules.rule import Dims, Kernel, Rule, linear
 
 from .rows import Classes, Runs, class_dim, finish, merge, row_gradient, row_statistics
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule, linear
-from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
-from dtensor.registry import Call, built_in, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, built_in, register
+from dtensor.rules.rule import Dims, Kernel, Rule, linear
 
 from .kernels import Forward, classes_of, library
 from .rows import Classes, Runs, block_gradient, block_statistics, finish, merge

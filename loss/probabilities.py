@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule, linear
-from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.loss import (
     accumulation_dtype,
     combine_statistics,
@@ -23,7 +21,9 @@ from dtensor.propagation_rules.loss import (
     local_max_and_sum,
     log_sum_exp,
 )
-from dtensor.registry import Call, built_in, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, built_in, register
+from dtensor.rules.rule import Dims, Kernel, Rule, linear
 
 from .kernels import Forward, all_classes, classes_of, library
 from .rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
-from dtensor.device_mesh import as_mesh
 from dtensor.errors import short
+from dtensor.mesh.device_mesh import as_mesh
 
 from .compare import Checks
 

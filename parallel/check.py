@@ -24,8 +24,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from dtensor import DeviceMesh
-from dtensor.device_mesh import as_mesh
 from dtensor.errors import expect
+from dtensor.mesh.device_mesh import as_mesh
 
 from .axis import Others
 from .plan import Plan, entries, find, parallelize_module

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
-from dtensor.device_mesh import as_mesh
+from dtensor.dispatch.materialized import Watch, memory_version
 from dtensor.errors import SEE_INPUTS, expect, short
-from dtensor.moved import Watch, memory_version
+from dtensor.mesh.device_mesh import as_mesh
 
 from .compare import digest
 

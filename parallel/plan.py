@@ -15,9 +15,9 @@ from typing import cast
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate
-from dtensor.device_mesh import as_mesh
+from dtensor.distribute import Owned, guard_state, owned_parameters, replacing
 from dtensor.errors import expect, listed, short
-from dtensor.module import Owned, guard_state, owned_parameters, replacing
+from dtensor.mesh.device_mesh import as_mesh
 
 from .axis import Others
 from .compare import Checks, check_mode

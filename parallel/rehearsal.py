@@ -26,8 +26,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor import DeviceMesh, DTensor, init_device_mesh
-from dtensor.comm import observers
-from dtensor.simulate import fake_world
+from dtensor.comm.communicator import observers
+from dtensor.simulation.simulate import fake_world
 
 __all__ = ["Call", "Example", "Rehearsal", "Sent", "Stage", "leaves", "map_tensors", "rehearse", "split_example"]
 

@@ -36,7 +36,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor import DTensor
-from dtensor.moved import Watch, memory_version
+from dtensor.dispatch.materialized import Watch, memory_version
 
 __all__ = ["LIMIT", "share_inputs", "shared"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from dtensor import DeviceMesh, Replicate
-from dtensor.device_mesh import as_mesh
 from dtensor.errors import expect
+from dtensor.mesh.device_mesh import as_mesh
 
 from .axis import Others, style_axis
 from .groups import alike, groups_of, names_of, pattern

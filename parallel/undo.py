@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dtensor import DTensor
-from dtensor.module import owned_parameters, replacing, unguard_state
+from dtensor.distribute import owned_parameters, replacing, unguard_state
 
 from .style import APPLIED, ParallelStyle
 

@@ -9,7 +9,7 @@ from dtensor.folders import also_called
 
 also_called(__name__)
 
-from dtensor.registry import built_in, rules_are_loaded
+from dtensor.rules.registry import built_in, rules_are_loaded
 
 with built_in():
     for _module in sorted(m.name for m in pkgutil.iter_modules(__path__)):

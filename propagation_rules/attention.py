@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtensor import random as rng
-from dtensor.factors import Dims, Kernel, Linear, Rule, linear
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.dispatch import random as rng
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 from dtensor.spec import Spec, TensorMeta
 
 B, G, Q, K, E, V, REPEAT = range(7)

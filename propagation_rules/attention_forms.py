@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from dtensor.dispatch import special
+from dtensor.dispatch.hit import special
 from dtensor.errors import LayoutError, explain_error
-from dtensor.factors import Rule
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule
 
 from .labelled import labelled
 

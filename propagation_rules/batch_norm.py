@@ -18,11 +18,11 @@ from dataclasses import replace
 import torch
 
 from dtensor.errors import LayoutError, explain_error
-from dtensor.factors import Dims, Kernel, Rule, linear
-from dtensor.kernel import KernelContext
 from dtensor.placement import Partial, Replicate
-from dtensor.registry import Call, register
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Rule, linear
 from dtensor.spec import Spec
 
 from .dtypes import accumulation_dtype, unlike_statistics

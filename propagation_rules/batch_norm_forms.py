@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtensor.dispatch import special
+from dtensor.dispatch.hit import special
 from dtensor.placement import Replicate
 from dtensor.tensor import DTensor
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtensor.factors import Linear, Rule
 from dtensor.placement import Partial
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Linear, Rule
 from dtensor.spec import Spec
 
 from .dtypes import is_exact

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule, linear
-from dtensor.kernel import KernelContext
 from dtensor.placement import Partial
-from dtensor.registry import Call, present_groups, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, present_groups, register
+from dtensor.rules.rule import Dims, Kernel, Rule, linear
 from dtensor.spec import Spec
 
 from .halo import Halo

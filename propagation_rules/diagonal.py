@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Linear, Rule, passes
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
-from dtensor.reshard_run import resolved
+from dtensor.redistribute.executor.run import resolved
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Linear, Rule, passes
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dtensor.factors import Rule
-from dtensor.registry import Call, pattern, register
+from dtensor.rules.registry import Call, pattern, register
+from dtensor.rules.rule import Rule
 
 from .empty_shards import zeros_of
 

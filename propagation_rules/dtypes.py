@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.registry import Call
+from dtensor.rules.registry import Call
 
 __all__ = ["accumulation_dtype", "cast_passes", "is_exact", "unlike_statistics"]
 
 Ops = tuple[tuple[str, str], ...]
-"""Reduction of the inputs -> of the outputs, as in `dtensor.factors.Linear`."""
+"""Reduction of the inputs -> of the outputs, as in `dtensor.rules.rule.Linear`."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

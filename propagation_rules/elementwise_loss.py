@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Bind, Dims, Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Bind, Dims, Rule, linear
 from dtensor.spec import Spec
 
 from .pointwise import NUMBERS, broadcast_dims, broadcast_shape

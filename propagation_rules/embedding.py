@@ -9,9 +9,9 @@ be used, reduced and differentiated like any other, any number of times.
 The gradient of the table can be made shard by shard too: a rank adds up the rows that it holds. But the gradient
 op does not see the table, only its number of rows; from its inputs alone the whole gradient and a sharded one
 cost the same. So a lookup that needs a gradient is a step of autograd of its own, which gives that number as
-`dtensor.composites.Rows`: it knows how the table lies, and a strategy whose gradient would have to move again to lie
-like the table is priced with that move. So the kernel is free where the table is cut by rows and costs a gather where
-it is not, and a rank makes no gradient of the whole table where another way is cheaper:
+`dtensor.dispatch.composites.Rows`: it knows how the table lies, and a strategy whose gradient would have to move again
+to lie like the table is priced with that move. So the kernel is free where the table is cut by rows and costs a gather
+where it is not, and a rank makes no gradient of the whole table where another way is cheaper:
 
     table 8@tp of [v, d], gradient of the output cut by rows of the batch, b of them
     as it comes     a whole [v, d] on every rank, pending, then a reduce-scatter      v*d*(k-1)/k received
@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.factors import Choice, Dims, Kernel, Rule, linear, passes
-from dtensor.kernel import KernelContext, looks_at_values
 from dtensor.placement import Partial, Shard, StridedShard
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext, looks_at_values
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Choice, Dims, Kernel, Rule, linear, passes
 from dtensor.spec import Interval
 
 

@@ -19,9 +19,18 @@ from typing import Any
 
 import torch
 
-from dtensor.composites import MAX, MEAN, bag_arguments, bag_in_parts, bags_of, by_width_only, picked_rows, whole
-from dtensor.dispatch import special
-from dtensor.dispatch_call import replicated_on
+from dtensor.dispatch.call import replicated_on
+from dtensor.dispatch.composites import (
+    MAX,
+    MEAN,
+    bag_arguments,
+    bag_in_parts,
+    bags_of,
+    by_width_only,
+    picked_rows,
+    whole,
+)
+from dtensor.dispatch.hit import special
 from dtensor.placement import Placement, Replicate
 from dtensor.spec import Spec, contiguous_stride
 from dtensor.tensor import DTensor

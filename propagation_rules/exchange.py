@@ -26,8 +26,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dtensor.device_mesh import DeviceMesh
-from dtensor.reshard_run import resolved
+from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.redistribute.executor.run import resolved
 
 from .exchange_plan import (
     Block,

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
-from dtensor.factors import Kernel, Linear, Rule, passes
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call
+from dtensor.rules.rule import Kernel, Linear, Rule, passes
 
 from .exchange import Run, busiest, cutting, exchange, places, places_of
 from .gathered import output_spec

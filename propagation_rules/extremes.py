@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Kernel, Rule
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Kernel, Rule
 
 from .gathered import as_bits, from_bits, gather_stacked, output_spec
 from .reduce import least, reduced_dims, reduced_rule

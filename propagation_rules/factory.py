@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dtensor.factors import Rule, passes
 from dtensor.placement import Partial, Placement, Replicate
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, passes
 from dtensor.spec import Spec
 
 from .labelled import every_dim, labelled

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtensor.factors import Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear
 
 from .empty_shards import is_empty_shard, zeros_of
 from .labelled import but, labelled

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtensor.factors import Dims, Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Rule, linear
 
 
 def glu(call: Call) -> Rule:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.kernel import KernelContext
+from dtensor.rules.kernel import KernelContext
 from dtensor.spec import Spec
 
 __all__ = ["as_bits", "from_bits", "gather_stacked", "output_spec"]

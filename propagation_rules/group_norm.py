@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dtensor.factors import Dims, Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Rule, linear
 from dtensor.spec import Spec
 
 from .empty_shards import is_empty_shard, zeros_of

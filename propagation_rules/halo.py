@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.comm import Communicator
-from dtensor.kernel import KernelContext
+from dtensor.comm.communicator import Communicator
+from dtensor.rules.kernel import KernelContext
 from dtensor.spec import Interval, Spec
 
 from .exchange import places

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from dtensor.dispatch import special
+from dtensor.dispatch.hit import special
+from dtensor.dispatch.materialized import settled_spec
 from dtensor.errors import MixedTensorError
-from dtensor.factors import Dims, Kernel, Rule
-from dtensor.kernel import KernelContext
-from dtensor.moved import settled_spec
 from dtensor.placement import Partial, Placement, Replicate
-from dtensor.registry import Call, register
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Rule
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Rule, linear, passes
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear, passes
 from dtensor.spec import Spec
 
 from .index_kernels import checked, reading, writing

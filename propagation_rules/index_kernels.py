@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from dtensor.factors import Kernel, Rule
-from dtensor.kernel import KernelContext, looks_at_values
-from dtensor.registry import Call
+from dtensor.rules.kernel import KernelContext, looks_at_values
+from dtensor.rules.registry import Call
+from dtensor.rules.rule import Kernel, Rule
 from dtensor.spec import Spec
 
 from .classes import local_slots

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from dtensor.factors import Rule, passes
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, passes
 
 from .exchange import Run, cutting, divides
 from .exchange_rules import exchanged

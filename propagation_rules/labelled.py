@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtensor.factors import Dims, Linear, Rule
 from dtensor.placement import Partial
-from dtensor.registry import Call
+from dtensor.rules.registry import Call
+from dtensor.rules.rule import Dims, Linear, Rule
 from dtensor.spec import Spec
 
 __all__ = ["CONSTANT_OPS", "Labels", "but", "every_dim", "labelled", "local_size", "share_of", "shares_value"]

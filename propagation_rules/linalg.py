@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Linear, Rule, linear
-from dtensor.kernel import KernelContext, traced
-from dtensor.pattern import parse_pattern
-from dtensor.registry import Builder, Call, register
+from dtensor.rules.kernel import KernelContext, traced
+from dtensor.rules.patterns import parse_pattern
+from dtensor.rules.registry import Builder, Call, register
+from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 from dtensor.spec import Spec
 
 from .dtypes import accumulation_dtype

@@ -10,7 +10,7 @@ The class dim `c` is whole for plain strategies. Cut over an axis, each rank hol
 
 The mean is no sum over ranks of local means: ranks may hold different numbers of rows that count (ignored
 targets, class weights, uneven shards). Its kernel all-reduces numerator and denominator together, when the loss
-or its gradient is first wanted (`dtensor.deferred`):
+or its gradient is first wanted (`dtensor.rules.deferred`):
 
     rank 0: targets 1 2 (both count)     rank 1: targets 3 -100     mean = (l0 + l1 + l2) / 3
 
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.deferred import PutOff
-from dtensor.factors import Dims, Kernel, Linear, Rule, linear
-from dtensor.kernel import KernelContext, looks_at_values, traced
-from dtensor.registry import Call, register
+from dtensor.rules.deferred import PutOff
+from dtensor.rules.kernel import KernelContext, looks_at_values, traced
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 
 from .classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dtensor.factors import Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear
 from dtensor.spec import Spec
 
 from .empty_shards import is_empty_shard

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtensor.factors import Dims, Linear, Rule
-from dtensor.pattern import parse_pattern
-from dtensor.registry import Call, is_inplace, pattern, present_groups, register
+from dtensor.rules.patterns import parse_pattern
+from dtensor.rules.registry import Call, is_inplace, pattern, present_groups, register
+from dtensor.rules.rule import Dims, Linear, Rule
 from dtensor.spec import Spec
 
 from .dtypes import is_exact

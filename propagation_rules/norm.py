@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Dims, Kernel, LocalPart, Rule, linear
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, LocalPart, Rule, linear
 
 from .dtypes import accumulation_dtype, unlike_statistics
 from .variance import combined_moments

@@ -21,8 +21,8 @@ import torch
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from dtensor.device_mesh import DeviceMesh
 from dtensor.errors import MeshError
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.tensor import DTensor
 
 from .pending_gradients import settle

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dtensor.dispatch import special
-from dtensor.dispatch_views import Written, carry_back, settled, writable
+from dtensor.dispatch.hit import special
+from dtensor.dispatch.materialized import note_writes
+from dtensor.dispatch.views import Written, carry_back, settled, writable
 from dtensor.errors import LayoutError, explain_error
-from dtensor.moved import note_writes
 from dtensor.placement import Replicate
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 

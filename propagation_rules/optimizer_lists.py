@@ -23,10 +23,10 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import adadelta, adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 
-from dtensor.moved import note_written
+from dtensor.comm.world import kept
+from dtensor.dispatch.materialized import note_written
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
-from dtensor.world import kept
 
 __all__ = ["on_local_tensors"]
 

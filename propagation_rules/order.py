@@ -18,11 +18,11 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule
-from dtensor.kernel import KernelContext
 from dtensor.placement import Replicate
-from dtensor.registry import Call, register
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Rule
 
 from .exchange import cutting, places, row
 from .gathered import as_bits, from_bits, output_spec

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from dtensor.factors import Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear
 
 from .empty_shards import zeros_of
 from .labelled import Labels, labelled

@@ -8,7 +8,7 @@ pending: small gradients travel together in one collective, and what is in `.gra
     one all-reduce over tp of 64 + 8 + 8/dp elements            then clipping, the step: nothing
 
 Gradients of several dtypes, or pending over other axes, travel in a collective each; on an accelerator those of one
-group are one launch (`dtensor.reshard_together`).
+group are one launch (`dtensor.redistribute.executor.coalescing`).
 
 A settled gradient is the same tensor object with the same value; only its layout is another, as after
 `unscale_`. Its memory is new, so an alias taken before (`g = p.grad.detach()`) is one no longer.
@@ -28,14 +28,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.utils import clip_grad
 
-from dtensor.comm import Communicator
-from dtensor.cost import current_cost_model
+from dtensor.comm.communicator import Communicator
+from dtensor.comm.world import kept
 from dtensor.placement import Partial, Placement, Replicate
-from dtensor.reshard_together import all_reduce_together, redistribute_together
+from dtensor.redistribute.cost_model import current_cost_model
+from dtensor.redistribute.executor.coalescing import all_reduce_together, redistribute_together
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 from dtensor.tensor import DTensor
-from dtensor.world import kept
 
 __all__ = ["BUCKET", "settle", "settle_gradients"]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtensor.factors import Dims, Linear, Rule
-from dtensor.registry import Builder, Call, present_groups, register
+from dtensor.rules.registry import Builder, Call, present_groups, register
+from dtensor.rules.rule import Dims, Linear, Rule
 
 from .dtypes import cast_passes, is_exact
 
@@ -95,7 +95,7 @@ def sound_groups(call: Call, groups: Iterable[Linear]) -> tuple[Linear, ...]:
 
 @dataclass(frozen=True, slots=True)
 class pointwise:  # noqa: N801 - used as a function
-    """Builder of a pointwise rule; `linear` as in `dtensor.registry.linear_groups`, `more` further groups.
+    """Builder of a pointwise rule; `linear` as in `dtensor.rules.registry.linear_groups`, `more` further groups.
 
     `truth`: numbers count as true or false, so that of numbers no pending `and` passes: 1 and 2 are true, 1 & 2 is not.
     """

@@ -17,9 +17,9 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from dtensor.factors import Dims, Kernel, Linear, Rule
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, linear_groups, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, linear_groups, register
+from dtensor.rules.rule import Dims, Kernel, Linear, Rule
 from dtensor.spec import Spec, TensorMeta
 
 from .dtypes import is_exact

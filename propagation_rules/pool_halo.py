@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call
 from dtensor.spec import Spec
 
 from .halo import Halo

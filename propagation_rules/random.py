@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: every dim is free, replicas agree, shards differ (see `dtensor.random`).
+"""Ops that draw random numbers: every dim is free, replicas agree, shards differ (see `dtensor.dispatch.random`).
 
 Ops that read no values draw through `draw_part`, so that on CPU the numbers are those of one device. In place
 they need a layout that they can keep: a pending tensor is refused, for its parts would have to add up to what is
@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor import random as rng
-from dtensor.factors import Linear, Rule
-from dtensor.registry import Call, pattern, register
+from dtensor.dispatch import random as rng
+from dtensor.rules.registry import Call, pattern, register
+from dtensor.rules.rule import Linear, Rule
 from dtensor.spec import Spec
 
 from .pointwise import broadcast_rule

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
-from dtensor.factors import Rule, linear
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear
 
 from .exchange import Run, backwards, cutting, divides, exchange, places
 from .exchange_rules import MOVES, exchanging, rearranged, traffic

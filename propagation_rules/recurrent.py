@@ -6,7 +6,7 @@ cells and layers apart into matmul, chunk and pointwise ops, which have rules of
 
 from __future__ import annotations
 
-from dtensor.registry import pattern, register
+from dtensor.rules.registry import pattern, register
 
 register("aten._thnn_fused_lstm_cell", pattern("n [g], n [g], n [h], [g], [g] -> n [h], n [h], n [w]"))
 register("aten._thnn_fused_gru_cell", pattern("n [g], n [g], n [h], [g], [g] -> n [h], n [w]"))

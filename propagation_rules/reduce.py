@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtensor.factors import Bind, Dims, Kernel, Linear, Rule
-from dtensor.kernel import KernelContext
 from dtensor.placement import Shard, StridedShard
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Bind, Dims, Kernel, Linear, Rule
 from dtensor.spec import Spec
 
 from .dtypes import accumulation_dtype, cast_passes, is_exact
@@ -212,7 +212,7 @@ def _empty_norm(call: Call, value: float) -> Bind:
 
 
 def dist(call: Call) -> Rule:
-    """The norm of a difference: all dims reduced, after broadcasting. Infinity is `dtensor.composites`'."""
+    """The norm of a difference: all dims reduced, after broadcasting. Infinity is `dtensor.dispatch.composites`'."""
     p = _order(call)
     rule = broadcast_rule(call)
     every = range(len(rule.sizes))

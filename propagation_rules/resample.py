@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from dtensor.factors import Rule, linear
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear
 
 from .empty_shards import zeros_of
 from .labelled import labelled

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Linear, Rule
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Linear, Rule
 
 from .dtypes import accumulation_dtype, cast_passes, is_exact
 from .gathered import as_bits, from_bits, gather_stacked, output_spec

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Kernel, Rule, linear, passes
-from dtensor.kernel import KernelContext, looks_at_values
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext, looks_at_values
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Kernel, Rule, linear, passes
 from dtensor.spec import Spec
 
 from .classes import local_slots

@@ -15,11 +15,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from dtensor.factors import Kernel, Rule, passes
-from dtensor.kernel import KernelContext
 from dtensor.placement import StridedShard
-from dtensor.registry import Call, is_inplace, register
-from dtensor.reshard_run import resolved
+from dtensor.redistribute.executor.run import resolved
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, is_inplace, register
+from dtensor.rules.rule import Kernel, Rule, passes
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Dims, Kernel, Rule, linear
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Dims, Kernel, Rule, linear
 
 from .dtypes import accumulation_dtype
 from .gathered import gather_stacked, output_spec

@@ -20,9 +20,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Kernel, Rule
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Kernel, Rule
 
 from .exchange import cutting, places
 from .gathered import gather_stacked, output_spec

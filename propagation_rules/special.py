@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from dtensor.factors import Linear, Rule, linear, passes
-from dtensor.registry import Call, pattern, register, tensor_names
+from dtensor.rules.registry import Call, pattern, register, tensor_names
+from dtensor.rules.rule import Linear, Rule, linear, passes
 
 from .labelled import labelled
 from .matmul import product

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from dtensor.errors import LayoutError, explain_error
-from dtensor.factors import Rule, passes
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, passes
 from dtensor.spec import Spec, contiguous_stride
 from dtensor.strides import dense, in_order
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Kernel, Rule
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Kernel, Rule
 
 from .dtypes import accumulation_dtype
 from .empty_shards import is_empty_shard, zeros_of

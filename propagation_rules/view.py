@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Rule, linear, passes
-from dtensor.registry import Call, register
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear, passes
 from dtensor.spec import Spec, contiguous_stride
 
 from .labelled import every_dim, labelled, local_size

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.factors import Rule, linear
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, register
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, register
+from dtensor.rules.rule import Rule, linear
 from dtensor.strides import in_order
 
 from .exchange import Places, Run, cutting, exchange, places, row

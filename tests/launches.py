@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor import DTensor, Placement, Replicate, comm_sent, dispatch_lists, dispatch_miss
-from dtensor import reshard_together as together
-from dtensor.comm_c10d import C10dCommunicator
-from dtensor.comm_wire import eager
+from dtensor import DTensor, Placement, Replicate
+from dtensor.comm import pending as comm_sent
+from dtensor.comm.c10d import C10dCommunicator
+from dtensor.comm.wire import eager
+from dtensor.dispatch import lists as dispatch_lists
+from dtensor.dispatch import miss as dispatch_miss
+from dtensor.redistribute.executor import coalescing as together
 from dtensor.spec import Spec
 
 R = Replicate()

@@ -36,19 +36,20 @@ from typing import Any
 import torch
 
 import dtensor
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, products
-from dtensor import dispatch as hot
-from dtensor import dispatch_miss as slow
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor import tensor as tensor_module
-from dtensor.deferred import finish
-from dtensor.dispatch_call import flat as arguments_of
-from dtensor.dispatch_call import make_call, map_args, output_metas
-from dtensor.dispatch_writes import functional_form
-from dtensor.propagate import all_decisions
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch import miss as slow
+from dtensor.dispatch import products
+from dtensor.dispatch.call import flat as arguments_of
+from dtensor.dispatch.call import make_call, map_args, output_metas
+from dtensor.dispatch.in_place import functional_form
 from dtensor.propagation_rules.proof.parts import differs, kinds_of, part_of
 from dtensor.propagation_rules.proof.recorded import RecordedCall, Recorder, plain_result, tensors_of
 from dtensor.propagation_rules.proof.truth import skip_reason, wrapped
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.rules.decision import all_decisions
+from dtensor.rules.deferred import finish
 from dtensor.spec import Spec
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dtensor.device_mesh import DeviceMesh
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_step import ReshardPlan
+from dtensor.redistribute.step import ReshardPlan
 from dtensor.spec import Spec, contiguous_stride
 
 Layout = tuple[Placement, ...]

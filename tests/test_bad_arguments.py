@@ -25,7 +25,6 @@ from dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from dtensor.cost import CostModel, set_cost_model, use_cost_model
 from dtensor.debug import visualize_sharding
 from dtensor.errors import LIMIT
 from dtensor.experimental import local_map
@@ -44,7 +43,8 @@ from dtensor.parallel import (
     suggest_plan,
     unparallelize_module,
 )
-from dtensor.reshard_plan import plan_reshard
+from dtensor.redistribute.cost_model import CostModel, set_cost_model, use_cost_model
+from dtensor.redistribute.plan import plan_reshard
 
 ROOT = Path(__file__).resolve().parent.parent
 BAD: dict[str, Any] = {

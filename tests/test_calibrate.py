@@ -11,8 +11,8 @@ from gloo_ranks import run_ranks
 
 import dtensor
 from dtensor.calibrate import load, main, measure, save
-from dtensor.cost import CostModel
-from dtensor.device_mesh import init_device_mesh
+from dtensor.mesh.device_mesh import init_device_mesh
+from dtensor.redistribute.cost_model import CostModel
 
 
 def described(model: CostModel) -> str:
@@ -49,7 +49,7 @@ def on_gloo(rank: int, world: int) -> None:
     model = main(["--mesh", "2,2", "--elements", "65536"])
     assert 1e5 < model.bandwidth < 1e12 and 1e-7 < model.latency < 10
     assert set(model.kinds) == {"all_reduce", "all_to_all", "reduce_scatter"}
-    with dtensor.cost.use_cost_model(model):
+    with dtensor.redistribute.cost_model.use_cost_model(model):
         mesh = init_device_mesh("cpu", (2, 2))
         x = dtensor.ones(8, 8, device_mesh=mesh, placements=[dtensor.Shard(0), dtensor.Shard(1)])
         assert x.full_tensor().sum() == 64

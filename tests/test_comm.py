@@ -11,12 +11,12 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor.comm import Communicator, Pending, observers
-from dtensor.comm_codes import reduction
-from dtensor.comm_simulated import SPECIFICATION
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
-from dtensor.reductions import reduce_tensors
+from dtensor.comm.communicator import Communicator, Pending, observers
+from dtensor.comm.encodings import reduction
+from dtensor.comm.reduce_ops import reduce_tensors
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.simulate import Traffic, fake_world, simulate
+from dtensor.simulation.communicator import SPECIFICATION
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 OTHERS = [
@@ -417,7 +417,7 @@ def test_communicator_repr() -> None:
 
 
 def test_group_of_other_ranks_is_refused() -> None:
-    from dtensor.comm_c10d import C10dCommunicator
+    from dtensor.comm.c10d import C10dCommunicator
 
     def program() -> None:
         with pytest.raises(ValueError, match="the group holds ranks"):

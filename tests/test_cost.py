@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import dtensor
-from dtensor.cost import CostModel, current_cost_model, set_cost_model, use_cost_model
-from dtensor.device_mesh import init_device_mesh
+from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Replicate, Shard
-from dtensor.price import move_cost
-from dtensor.reshard_plan import plan_reshard
+from dtensor.redistribute.cost_model import CostModel, current_cost_model, set_cost_model, use_cost_model
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.rules.pricing import move_cost
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
 

@@ -164,7 +164,7 @@ def test_one_process_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_device_that_the_group_is_bound_to_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtensor.world import current_world
+    from dtensor.comm.world import current_world
 
     chosen: list[int] = []
     dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())

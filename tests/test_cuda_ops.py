@@ -16,7 +16,7 @@ from samples_attention import qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor import DTensor, Placement, Replicate, Shard, init_device_mesh
-from dtensor import random as rng
+from dtensor.dispatch import random as rng
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
 
@@ -259,7 +259,7 @@ class Philox:
 def test_seeded_draws_of_a_cuda_generator() -> None:
     """Replicas draw alike, shards differ, the stream goes on by one number; no host waits where nothing must agree."""
     from dtensor import simulate
-    from dtensor.comm import observers
+    from dtensor.comm.communicator import observers
 
     def body() -> list[Any]:
         mesh = init_device_mesh("cpu", (2, 2))

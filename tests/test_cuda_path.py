@@ -23,10 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor import Partial, Placement, Replicate, Shard, comm_sent, init_device_mesh, reshard_beside
-from dtensor.comm_wire import eager, waited
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import redistribute_local
+from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
+from dtensor.comm import pending as comm_sent
+from dtensor.comm.wire import eager, waited
+from dtensor.redistribute.executor import side_streams as reshard_beside
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.redistribute.plan import plan_reshard
 from dtensor.spec import Spec, contiguous_stride
 
 R = Replicate()

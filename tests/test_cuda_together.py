@@ -16,12 +16,13 @@ from gloo_ranks import run_ranks
 from launches import Group, NothingRead, as_on_gpus, move, recorded
 from test_cuda_path import R, on_rank, played
 
-from dtensor import DTensor, Partial, Placement, Shard, comm_sent, init_device_mesh, simulate
-from dtensor import reshard_together as together
-from dtensor.comm_together import Together
+from dtensor import DTensor, Partial, Placement, Shard, init_device_mesh, simulate
+from dtensor.comm import pending as comm_sent
+from dtensor.comm.coalescing import Together
 from dtensor.errors import CollectiveError
 from dtensor.propagation_rules import pending_gradients
 from dtensor.propagation_rules.pending_gradients import settle
+from dtensor.redistribute.executor import coalescing as together
 from dtensor.spec import Spec
 
 FOUR = [(Partial(), R), (Shard(0), R), (Partial(), Shard(1)), (Shard(0), Shard(1))]

@@ -7,9 +7,9 @@ from laws import make, rand
 
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-from dtensor import dispatch as hot
+from dtensor.dispatch import hit as hot
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError
-from dtensor.registry import entries, find, lookup, override, pattern, printed
+from dtensor.rules.registry import entries, find, lookup, override, pattern, printed
 from dtensor.simulate import fake_world
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

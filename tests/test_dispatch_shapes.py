@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from dtensor import DTensor, Replicate, dispatch_call, init_device_mesh, simulate
-from dtensor.dispatch_call import output_metas
-from dtensor.dispatch_shapes import _LIKE_FIRST, _LIKE_FIRSTS, known_metas
+from dtensor import DTensor, Replicate, init_device_mesh, simulate
+from dtensor.dispatch import call as dispatch_call
+from dtensor.dispatch.call import output_metas
+from dtensor.dispatch.shapes import _LIKE_FIRST, _LIKE_FIRSTS, known_metas
 
 SHAPES = ((4, 6), (), (0, 3), (5, 1, 2), (1,))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64)

@@ -18,9 +18,9 @@ from test_parallel_styles import same, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
-from dtensor.comm import observers
-from dtensor.cost import CostModel, use_cost_model
+from dtensor.comm.communicator import observers
 from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from meter import Meter  # noqa: E402

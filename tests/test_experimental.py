@@ -15,7 +15,7 @@ from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, Spec, distri
 from dtensor import init_device_mesh as init
 from dtensor.debug import CommDebugMode
 from dtensor.experimental import implicit_replication, local_map, register_sharding
-from dtensor.registry import find, unregister
+from dtensor.rules.registry import find, unregister
 
 R, P, S = Replicate(), Partial(), Shard
 _serial = itertools.count()

@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from laws import Sample, check_layouts, check_strategies, ints, make, rand
 
 import dtensor
-from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh, plain_origin, registry, rule_absent
-from dtensor.comm import observers
-from dtensor.decompositions import decomposition_of
+from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from dtensor.comm.communicator import observers
+from dtensor.dispatch import no_rule as rule_absent
+from dtensor.dispatch import plain_origin
+from dtensor.dispatch.decompositions import decomposition_of
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError
-from dtensor.registry import override
+from dtensor.rules import registry
+from dtensor.rules.registry import override
 
 R, S0, P = Replicate(), Shard(0), Partial()
 NONE = lambda call: None  # noqa: E731 - a builder: this call has no rule
@@ -57,7 +60,7 @@ TAKEN_APART = [
 @pytest.mark.parametrize(("name", "fn", "tensors"), TAKEN_APART, ids=[t[0] for t in TAKEN_APART])
 def test_an_op_without_a_rule_is_taken_apart(name: str, fn: Callable[..., torch.Tensor], tensors, monkeypatch) -> None:
     """Values and gradients in many layouts; some of them are computed without gathering."""
-    from dtensor import decompositions
+    from dtensor.dispatch import decompositions
 
     tried: list[bool] = []
 
@@ -75,7 +78,7 @@ def test_an_op_without_a_rule_is_taken_apart(name: str, fn: Callable[..., torch.
 
 
 def test_a_decomposition_is_looked_for_once_a_key(monkeypatch) -> None:
-    from dtensor import decompositions
+    from dtensor.dispatch import decompositions
 
     found: list[str] = []
     monkeypatch.setattr(decompositions, "decomposition_of", lambda op: found.append(str(op)) or decomposition_of(op))
@@ -135,8 +138,8 @@ def test_the_rule_in_the_notice_can_be_pasted(caplog) -> None:
         on(2, f)
     text = next(r.getMessage() for r in caplog.records if "aten.cummax" in r.getMessage())
     call = text.partition("rule: ")[2].partition(", without")[0]
-    assert call == "dtensor.registry.register('aten.cummax', dtensor.registry.pattern('[a] [b] -> [a] [b], [a] [b]'))"
-    name, _, pattern = call.removeprefix("dtensor.registry.register(").removesuffix(")").partition(", ")
+    assert call == "dtensor.rules.register('aten.cummax', dtensor.rules.pattern('[a] [b] -> [a] [b], [a] [b]'))"
+    name, _, pattern = call.removeprefix("dtensor.rules.register(").removesuffix(")").partition(", ")
     builder = eval(pattern.replace("[a]", "a"), {"dtensor": dtensor})  # rows can be computed by themselves
 
     def g(mesh):

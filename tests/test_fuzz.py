@@ -18,7 +18,7 @@ from fuzz.judge import judge
 from fuzz.processes import Tally, on_gloo, simulated_apart
 from fuzz.shrink import shrink
 
-from dtensor import dispatch_views as views
+from dtensor.dispatch import views
 
 MESHES = ((2,), (4,), (2, 2), (2, 3), (2, 2, 2))
 
@@ -71,7 +71,7 @@ def _lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views that moved keep what they had when they were taken."""
-    monkeypatch.setattr("dtensor.moved._replay", lambda spec: spec.local)
+    monkeypatch.setattr("dtensor.dispatch.materialized._replay", lambda spec: spec.local)
 
 
 @pytest.mark.parametrize("breaks", [_lost, _stale])

@@ -9,13 +9,13 @@ from laws import Sample, check_layouts, check_strategies, differs, part_of, rand
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, StridedShard, init_device_mesh
-from dtensor.cost import current_cost_model
-from dtensor.factors import Kernel, Rule
-from dtensor.propagate import decide
 from dtensor.propagation_rules.labelled import labelled
 from dtensor.propagation_rules.pointwise import pointwise
-from dtensor.registry import Call, override, pattern
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.cost_model import current_cost_model
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.rules.decision import decide
+from dtensor.rules.registry import Call, override, pattern
+from dtensor.rules.rule import Kernel, Rule
 from dtensor.spec import Spec, TensorMeta
 
 MM = Sample("mm", torch.mm, (rand(5, 6), rand(6, 3)))

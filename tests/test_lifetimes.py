@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.comm import Communicator
-from dtensor.reshard_step import ReshardPlan
+from dtensor.comm.communicator import Communicator
+from dtensor.comm.world import World
+from dtensor.redistribute.step import ReshardPlan
 from dtensor.spec import Spec
-from dtensor.world import World
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

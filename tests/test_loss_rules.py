@@ -14,7 +14,7 @@ from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_me
 from dtensor.loss.cross_entropy import cross_entropy
 from dtensor.propagation_rules.classes import local_slots
 from dtensor.propagation_rules.loss import nll_loss
-from dtensor.registry import override
+from dtensor.rules.registry import override
 
 
 def ignoring(t: torch.Tensor, every: int = 3) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_strategies_of_three_axes(sample: Sample) -> None:
 def test_a_mean_of_means_is_caught() -> None:
     """The rule that divides on each rank, and averages, is wrong where ranks count different numbers of rows."""
 
-    def of_local_means(call: dtensor.registry.Call) -> object:  # type: ignore[name-defined]
+    def of_local_means(call: dtensor.rules.registry.Call) -> object:  # type: ignore[name-defined]
         rule = nll_loss(call)
         if rule is None or call["reduction"] != 1:
             return rule

@@ -477,7 +477,7 @@ def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
 
 
 def test_many_variants_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.lowering.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("dtensor.lowering.step.MAX_PROGRAMS", 2)
 
     def f(mesh: Any) -> None:
         x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])

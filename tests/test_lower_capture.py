@@ -17,10 +17,11 @@ from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
-from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, lower_capture, simulate
-from dtensor.lower_capture import Captured
-from dtensor.lower_guards import flatten, surroundings
-from dtensor.lower_record import LowerError
+from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
+from dtensor.lowering import capture as lower_capture
+from dtensor.lowering.capture import Captured
+from dtensor.lowering.guards import flatten, surroundings
+from dtensor.lowering.record import LowerError
 
 R = Replicate()
 

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 import dtensor
-from dtensor import Shard, distribute_tensor, init_device_mesh, lower_state, simulate
-from dtensor.lower_names import Import, names_of
+from dtensor import Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor.lowering import LowerError
+from dtensor.lowering import state as lower_state
+from dtensor.lowering.names import Import, names_of
 
 G = 2.0
 Case = tuple[str, Callable[[Any], Any], Callable[[], Any]]

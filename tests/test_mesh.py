@@ -15,8 +15,8 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.device_mesh import DeviceMesh, as_mesh, init_device_mesh
-from dtensor.mesh_layout import axis_digit, axis_offsets, coalesce, overlap, row_major, split_axis
+from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
+from dtensor.mesh.layout import axis_digit, axis_offsets, coalesce, overlap, row_major, split_axis
 from dtensor.simulate import fake_world, simulate
 
 ABC = ("a", "b", "c")
@@ -503,8 +503,8 @@ def test_the_default_group_is_made_where_it_is_missing(monkeypatch: pytest.Monke
 
 def test_cuda_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """LOCAL_RANK decides; without it the rank does, with a warning; a device chosen before stays."""
-    from dtensor.mesh_arguments import choose_device
-    from dtensor.world import World
+    from dtensor.comm.world import World
+    from dtensor.mesh.arguments import choose_device
 
     chosen: list[int] = []
     state = {"initialized": False, "count": 4}
@@ -532,7 +532,7 @@ def test_cuda_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backends_of_devices() -> None:
-    from dtensor.process_groups import GroupTable
+    from dtensor.mesh.process_groups import GroupTable
 
     table = GroupTable()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -562,7 +562,7 @@ def test_a_bound_default_group_is_not_split() -> None:
 
 def test_imports_leave_torchs_dtensor_out() -> None:
     code = (
-        "import sys, dtensor.device_mesh, dtensor.simulate, torch.distributed._functional_collectives\n"
+        "import sys, dtensor.mesh.device_mesh, dtensor.simulate, torch.distributed._functional_collectives\n"
         "assert not [m for m in sys.modules if m.startswith('torch.distributed.tensor')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

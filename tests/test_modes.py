@@ -21,7 +21,7 @@ from torch import nn
 
 import dtensor
 from dtensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
-from dtensor.dispatch import OpInfo
+from dtensor.dispatch.hit import OpInfo
 from dtensor.errors import MixedTensorError
 
 aten = torch.ops.aten

@@ -25,8 +25,8 @@ from dtensor import (
     init_device_mesh,
     simulate,
 )
-from dtensor import dispatch as hot
-from dtensor.comm import observers
+from dtensor.comm.communicator import observers
+from dtensor.dispatch import hit as hot
 from dtensor.errors import MeshError, MixedTensorError
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dtensor
 import dtensor.errors
-from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, products, simulate
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor import tensor as tensor_module
-from dtensor.comm import observers
+from dtensor.comm.communicator import observers
+from dtensor.dispatch import products
 
 R, P = Replicate(), Partial()
 

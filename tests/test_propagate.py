@@ -7,12 +7,12 @@ import torch
 
 import dtensor
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
-from dtensor.cost import CostModel, current_cost_model, use_cost_model
-from dtensor.factors import Rule, State, linear, refine
-from dtensor.pattern import parse_pattern
 from dtensor.placement import StridedShard
-from dtensor.price import FEW, NEAR, moving, price
-from dtensor.propagate import all_decisions, decide
+from dtensor.redistribute.cost_model import CostModel, current_cost_model, use_cost_model
+from dtensor.rules.decision import all_decisions, decide
+from dtensor.rules.patterns import parse_pattern
+from dtensor.rules.pricing import FEW, NEAR, moving, price
+from dtensor.rules.rule import Rule, State, linear, refine
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, TensorMeta, contiguous_stride, may_be_empty
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from laws import make, rand
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor import random as rng
+from dtensor.dispatch import random as rng
 from dtensor.placement import StridedShard
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
@@ -149,7 +149,7 @@ def test_dropout_gradient_uses_the_mask() -> None:
 
 
 def test_equal_seeds_send_nothing() -> None:
-    from dtensor.comm import observers
+    from dtensor.comm.communicator import observers
 
     def run() -> list[str]:
         mesh = init_device_mesh("cpu", (4,))

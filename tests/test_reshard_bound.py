@@ -25,13 +25,13 @@ import torch
 from reshard_cases import Layout, P, R, as_many, local_of, numbers, shard_of, spec_of
 
 import dtensor
-from dtensor.comm import observers, padding_counts
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.comm.communicator import observers, padding_counts
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Shard, StridedShard
-from dtensor.reshard_geometry import holdings, members, received, region_size
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import run_reshard
-from dtensor.reshard_step import ReshardPlan
+from dtensor.redistribute.executor.run import run_reshard
+from dtensor.redistribute.geometry import holdings, members, received, region_size
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.step import ReshardPlan
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

@@ -17,19 +17,21 @@ from reshard_cases import Layout, local_of, numbers, shard_of, spec_of
 from test_reshard_run import allocated
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor import DTensor, Partial, Placement, Replicate, Shard, comm_direct, init_device_mesh, reshard_direct
-from dtensor import reshard_messages as messages
-from dtensor.comm_c10d import C10dCommunicator
-from dtensor.comm_direct import Lists, Messages
-from dtensor.cost import CostModel, use_cost_model
+from dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
+from dtensor.comm import messages as comm_direct
+from dtensor.comm.c10d import C10dCommunicator
+from dtensor.comm.messages import Lists, Messages
 from dtensor.debug import CommDebugMode
-from dtensor.device_mesh import DeviceMesh
 from dtensor.errors import CollectiveError
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import StridedShard
-from dtensor.reshard_land import Landing, slabs
-from dtensor.reshard_layout import Space
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import _bind, redistribute_local
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.executor import direct as reshard_direct
+from dtensor.redistribute.executor import messages
+from dtensor.redistribute.executor.landing import Landing, slabs
+from dtensor.redistribute.executor.run import _bind, redistribute_local
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.planner.layout_space import Space
 from dtensor.spec import Spec
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dtensor.device_mesh import init_device_mesh
+from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reshard_geometry import (
+from dtensor.redistribute.executor.local import side_by_side
+from dtensor.redistribute.geometry import (
     Region,
     Runs,
     by_dim,
@@ -23,7 +24,6 @@ from dtensor.reshard_geometry import (
     region_shape,
     shared_along,
 )
-from dtensor.reshard_local import side_by_side
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtensor.cost import CostModel, use_cost_model
-from dtensor.device_mesh import init_device_mesh
+from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Replicate, Shard
-from dtensor.reshard_graph import draw, layout_graph, shortest
-from dtensor.reshard_plan import plan_reshard
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.planner.graph import draw, layout_graph, shortest
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

@@ -1,7 +1,7 @@
 """Redistributions of every dtype with every reduction: what is bound gives what the general way gives, bit for bit.
 
 A plan goes the general way when it is first used, and with tensors that need a look; else what was bound is used. The
-specification is `dtensor.reductions.reduce_tensors` over the list of all ranks' tensors, and the shards of that.
+specification is `dtensor.comm.reduce_ops.reduce_tensors` over the list of all ranks' tensors, and the shards of that.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from gloo_ranks import run_ranks
 from reshard_cases import Layout, shard_of, spec_of
 
-from dtensor.comm_c10d import C10dCommunicator
-from dtensor.comm_codes import reduction
-from dtensor.cost import CostModel, use_cost_model
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.comm.c10d import C10dCommunicator
+from dtensor.comm.encodings import reduction
+from dtensor.comm.reduce_ops import reduce_tensors
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reductions import reduce_tensors
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.redistribute.plan import plan_reshard
 
 R = Replicate()
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

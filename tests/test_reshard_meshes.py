@@ -15,11 +15,11 @@ from reshard_cases import Layout, P, R, local_of, numbers, shard_of, spec_of
 
 import dtensor
 from dtensor import DTensor, distribute_tensor
-from dtensor.comm import observers
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.comm.communicator import observers
 from dtensor.errors import MeshError
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Shard, StridedShard
-from dtensor.reshard_meshes import plan_between, redistribute_between
+from dtensor.redistribute.cross_mesh import plan_between, redistribute_between
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

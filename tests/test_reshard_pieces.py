@@ -11,9 +11,9 @@ import pytest
 import torch
 from reshard_cases import numbers
 
-from dtensor import reshard_pieces
-from dtensor.reshard_geometry import Region, common, region_size
-from dtensor.reshard_pieces import copier, lies, maker, moved, packer
+from dtensor.redistribute.executor import pieces as reshard_pieces
+from dtensor.redistribute.executor.pieces import copier, lies, maker, moved, packer
+from dtensor.redistribute.geometry import Region, common, region_size
 from dtensor.spec import dim_intervals
 
 Shape = tuple[int, ...]

@@ -12,14 +12,14 @@ import torch
 from reshard_cases import Layout, P, R, numbers, pairs, shard_of, spec_of
 
 import dtensor
-from dtensor.cost import CostModel, use_cost_model
-from dtensor.device_mesh import init_device_mesh
 from dtensor.errors import LayoutError, MeshError
+from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
-from dtensor.reshard_layout import Space
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_search import cheapest
-from dtensor.reshard_step import ReshardPlan
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.planner.layout_space import Space
+from dtensor.redistribute.planner.search import cheapest
+from dtensor.redistribute.step import ReshardPlan
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

@@ -17,16 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dtensor
-from dtensor import DTensor, comm_sent, distribute_tensor
-from dtensor.comm import observers
-from dtensor.comm_wire import eager
-from dtensor.cost import CostModel, use_cost_model
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor import DTensor, distribute_tensor
+from dtensor.comm import pending as comm_sent
+from dtensor.comm.communicator import observers
+from dtensor.comm.wire import eager
 from dtensor.errors import LayoutError
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Shard, StridedShard
-from dtensor.reshard_layout import Space
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import known_move, redistribute_local, run_reshard
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.executor.run import known_move, redistribute_local, run_reshard
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.planner.layout_space import Space
 from dtensor.spec import Spec
 
 S0, S1 = Shard(0), Shard(1)

@@ -15,19 +15,21 @@ from gloo_ranks import run_ranks
 from reshard_cases import Layout, P, R, as_many, local_of, numbers, pairs, shard_of, spec_of
 
 import dtensor
-from dtensor import reshard_direct, reshard_run, reshard_spread_direct
-from dtensor.comm import observers
-from dtensor.cost import CostModel, use_cost_model
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.comm.communicator import observers
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Shard, StridedShard
-from dtensor.reshard_division import balanced, pieces_of
-from dtensor.reshard_geometry import region_size
-from dtensor.reshard_layout import Space
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import run_reshard
-from dtensor.reshard_shot import talkers
-from dtensor.reshard_spread import in_stages, spread
-from dtensor.reshard_step import ReshardPlan, Step
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.division import balanced, pieces_of
+from dtensor.redistribute.executor import balanced_direct as reshard_spread_direct
+from dtensor.redistribute.executor import direct as reshard_direct
+from dtensor.redistribute.executor import run as reshard_run
+from dtensor.redistribute.executor.run import run_reshard
+from dtensor.redistribute.geometry import region_size
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.planner.balanced_reduction import in_stages, spread
+from dtensor.redistribute.planner.layout_space import Space
+from dtensor.redistribute.planner.single_collective import talkers
+from dtensor.redistribute.step import ReshardPlan, Step
 from dtensor.simulate import fake_world
 
 S0, S1 = Shard(0), Shard(1)
@@ -205,7 +207,7 @@ def test_loads_are_levelled_as_far_as_can_be() -> None:
 
 def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are left out are seen."""
-    from dtensor import reshard_spread_run
+    from dtensor.redistribute.executor import balanced_reduction as reshard_spread_run
 
     def seen() -> bool:
         body = lambda: list(  # noqa: E731

@@ -13,14 +13,14 @@ import torch
 from reshard_cases import MESHES, SHAPES, Layout, R, local_of, numbers, pairs, shard_of, spec_of
 
 import dtensor
-from dtensor import reshard_run
-from dtensor.cost import CostModel, use_cost_model
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.comm.reduce_ops import reduce_tensors
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.reductions import reduce_tensors
-from dtensor.reshard_plan import plan_reshard
-from dtensor.reshard_run import redistribute_local, run_reshard
-from dtensor.reshard_step import ReshardPlan
+from dtensor.redistribute.cost_model import CostModel, use_cost_model
+from dtensor.redistribute.executor import run as reshard_run
+from dtensor.redistribute.executor.run import redistribute_local, run_reshard
+from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.step import ReshardPlan
 
 
 def check(

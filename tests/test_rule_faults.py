@@ -15,14 +15,16 @@ import torch
 from laws import make, rand
 
 import dtensor
-from dtensor import DTensor, Replicate, Shard, init_device_mesh, registry, rule_absent
+from dtensor import DTensor, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
+from dtensor.dispatch import no_rule as rule_absent
 from dtensor.errors import LayoutError, NoRuleError, RuleError
 from dtensor.experimental import register_sharding
-from dtensor.factors import Kernel, Rule, linear
-from dtensor.kernel import KernelContext
-from dtensor.registry import Call, built_in, entries, lookup, override, pattern, register
-from dtensor.rule_faults import overloads, unknown_values
+from dtensor.rules import registry
+from dtensor.rules.faults import overloads, unknown_values
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, built_in, entries, lookup, override, pattern, register
+from dtensor.rules.rule import Kernel, Rule, linear
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 aten = torch.ops.aten
@@ -376,8 +378,9 @@ def test_an_op_of_another_library_without_a_fake_kernel(with_rule: bool) -> None
 # ------------------------------------------------------------ the first use
 FIRST = """
 import threading, torch, torch.distributed as dist, dtensor
-from dtensor import Shard, distribute_tensor, init_device_mesh, registry, strict_rules
-from dtensor.registry import pattern
+from dtensor import Shard, distribute_tensor, init_device_mesh, strict_rules
+from dtensor.rules import registry
+from dtensor.rules.registry import pattern
 registry.register("aten.neg", pattern("[a] [b] -> [a] [b]"))  # before the engine's own are loaded
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 x = distribute_tensor(torch.randn(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -9,7 +9,7 @@ from laws import Sample, check_layouts, check_strategies
 from samples_attention import SAMPLES, qkv
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor.comm import observers
+from dtensor.comm.communicator import observers
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)

@@ -13,7 +13,7 @@ from laws import Sample, _run_once, all_samples, check_layouts, check_strategies
 
 import dtensor
 from dtensor import tensor as tensor_module
-from dtensor.registry import entries, lookup
+from dtensor.rules.registry import entries, lookup
 
 ELSEWHERE = {
     r"_foreach_": "tests/test_rules_lists.py",

@@ -9,7 +9,7 @@ from laws import Sample, check_layouts, check_strategies, ints, rand
 from samples_embedding import BAGS, RENORM, SAMPLES
 
 from dtensor import DeviceMesh, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor.comm import observers
+from dtensor.comm.communicator import observers
 
 
 @pytest.mark.parametrize("sample", [*SAMPLES, *RENORM, *BAGS], ids=lambda s: s.name)

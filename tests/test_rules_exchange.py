@@ -16,14 +16,14 @@ from samples_exchange import NO_STRATEGIES, SAMPLES
 
 import dtensor
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
-from dtensor.comm import observers
-from dtensor.factors import Rule
-from dtensor.moved import MovedSpec
+from dtensor.comm.communicator import observers
+from dtensor.dispatch.materialized import MovedSpec
 from dtensor.propagation_rules import exchange_plan
 from dtensor.propagation_rules.exchange import Run, backwards, busiest, cutting, exchange, places
 from dtensor.propagation_rules.exchange_plan import plan
 from dtensor.propagation_rules.sorting import sort
-from dtensor.registry import Call, override
+from dtensor.rules.registry import Call, override
+from dtensor.rules.rule import Rule
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec
 

@@ -12,7 +12,7 @@ from dtensor.propagation_rules.__main__ import main
 from dtensor.propagation_rules.proof.count import KINDS, coverage, covering, kind_of
 from dtensor.propagation_rules.proof.lines import code_lines, kernel_lines
 from dtensor.propagation_rules.proof.listing import listing
-from dtensor.registry import entries, override, pattern
+from dtensor.rules.registry import entries, override, pattern
 
 DOCS = Path(__file__).parent.parent / "docs"
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from laws import Sample, check_layouts, check_strategies, rand
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor.comm import observers
+from dtensor.comm.communicator import observers
 
 SAMPLES = [s for table in vars(samples_nn).values() if isinstance(table, list) for s in table if isinstance(s, Sample)]
 

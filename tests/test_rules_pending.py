@@ -17,7 +17,7 @@ from test_rules_coverage import all_samples
 import dtensor
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.experimental import local_map
-from dtensor.registry import override
+from dtensor.rules.registry import override
 from propagation_rules.pointwise import pointwise
 from propagation_rules.proof.parts import kinds_of
 from propagation_rules.proof.recorded import RecordedCall

@@ -16,10 +16,8 @@ import torch
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, init_device_mesh
-from dtensor import dispatch as hot
+from dtensor.dispatch import hit as hot
 from dtensor.errors import LayoutError
-from dtensor.factors import Kernel, Linear, Rule
-from dtensor.kernel import KernelContext
 from dtensor.propagation_rules.__main__ import UnknownOp, main, overloads
 from dtensor.propagation_rules.pointwise import pointwise
 from dtensor.propagation_rules.proof import samples
@@ -30,7 +28,9 @@ from dtensor.propagation_rules.proof.reasons import reason_of
 from dtensor.propagation_rules.proof.recorded import RecordedCall, Recorder
 from dtensor.propagation_rules.proof.sweep import OpReport, Settings, check_overload, sweep, written_summary
 from dtensor.propagation_rules.proof.truth import check_call
-from dtensor.registry import Call, override, pattern
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.registry import Call, override, pattern
+from dtensor.rules.rule import Kernel, Linear, Rule
 from dtensor.spec import Spec
 
 aten = torch.ops.aten
@@ -247,7 +247,7 @@ def test_variants_differ_in_one_argument() -> None:
 
 
 def test_a_stale_plan_is_caught() -> None:
-    from dtensor.registry import find
+    from dtensor.rules.registry import find
 
     topk = find("aten.topk.default")
     assert topk is not None

@@ -18,7 +18,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.propagation_rules.join import stack
 from dtensor.propagation_rules.labelled import every_dim, labelled
 from dtensor.propagation_rules.refinement import common_factors
-from dtensor.registry import override
+from dtensor.rules.registry import override
 
 R = Replicate()
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta:UserWarning")

@@ -19,13 +19,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor.simulate as simulate_module
-from dtensor.api import distribute_tensor
-from dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtensor.comm.world import current_world
+from dtensor.distribute import distribute_tensor
+from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Shard
-from dtensor.rank_threads import RankThreads
 from dtensor.simulate import CollectiveMismatch, RankError, fake_world, simulate
+from dtensor.simulation.rank_threads import RankThreads
 from dtensor.tensor import DTensor
-from dtensor.world import current_world
 
 
 def rank_and_size() -> tuple[int, int]:

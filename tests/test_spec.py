@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dtensor import Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
-from dtensor._utils import compute_local_shape_and_global_offset
 from dtensor.errors import LayoutError
 from dtensor.simulate import fake_world, simulate
 from dtensor.spec import (
@@ -20,6 +19,7 @@ from dtensor.spec import (
     normalize_placements,
     parts_of_runs,
 )
+from dtensor.tensor_methods.offsets import compute_local_shape_and_global_offset
 
 
 def cut(items: list[int], k: int, r: int) -> list[int]:

@@ -19,8 +19,9 @@ from test_parallel_packed import Attention as PackedAttention
 from test_parallel_styles import on_ranks
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, parallel, products
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, parallel
 from dtensor.debug import CommDebugMode
+from dtensor.dispatch import products
 from dtensor.parallel import (
     ColwiseParallel,
     PackedColwiseParallel,

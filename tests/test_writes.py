@@ -12,7 +12,8 @@ import torch.nn as nn
 from laws import Sample, check_layouts, make, rand
 
 import dtensor
-from dtensor import DTensor, Partial, Replicate, Shard, dispatch_miss, init_device_mesh
+from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from dtensor.dispatch import miss as dispatch_miss
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor import comm_failure
-from dtensor.comm_sent import Sent
+from dtensor.comm import failure as comm_failure
+from dtensor.comm.pending import Sent
 
 __all__ = ["watch_collectives"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtensor.dispatch import implicit_replication
+from dtensor.dispatch.hit import implicit_replication
 from dtensor.experimental.local_map import local_map
 from dtensor.experimental.register import register_sharding
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from dtensor.device_mesh import DeviceMesh, as_mesh
 from dtensor.errors import expect
+from dtensor.mesh.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.spec import Spec, contiguous_stride, is_even, normalize_placements
 from dtensor.tensor import DTensor

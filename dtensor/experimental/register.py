@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from dtensor.experimental.verify import wrong_row
-from dtensor.factors import Rule
 from dtensor.placement import Placement, Shard, StridedShard, as_placement
-from dtensor.registry import Call, op_name, register
+from dtensor.rules.registry import Call, op_name, register
+from dtensor.rules.rule import Rule
 from dtensor.spec import Spec
 
 __all__ = ["register_sharding"]

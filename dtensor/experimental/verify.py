@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.registry import Call
+from dtensor.rules.registry import Call
 from dtensor.spec import Spec
 
 __all__ = ["LIMIT", "difference", "wrong_row"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dtensor.device_mesh import DeviceMesh
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placement
 from dtensor.spec import Spec
 from dtensor.swap.later import at

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import _weights_only_unpickler
 
-from dtensor import device_mesh
-from dtensor.moved import settled_spec
+from dtensor.dispatch.materialized import settled_spec
+from dtensor.mesh import device_mesh
 from dtensor.placement import as_placement
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor

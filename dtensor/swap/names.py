@@ -45,14 +45,14 @@ and one for tensor subclasses in general; ours takes the general one."""
 
 OURS: dict[str, dict[str, str]] = {
     "torch.distributed.device_mesh": {
-        "DeviceMesh": "dtensor.device_mesh:DeviceMesh",
-        "init_device_mesh": "dtensor.device_mesh:init_device_mesh",
+        "DeviceMesh": "dtensor.mesh.device_mesh:DeviceMesh",
+        "init_device_mesh": "dtensor.mesh.device_mesh:init_device_mesh",
         "_mesh_resources": "dtensor.swap.stand_ins:mesh_resources",
     },
     _TENSOR: {
         "DTensor": "dtensor.tensor:DTensor",
-        "distribute_tensor": "dtensor.api:distribute_tensor",
-        "distribute_module": "dtensor.module:distribute_module",
+        "distribute_tensor": "dtensor.distribute:distribute_tensor",
+        "distribute_module": "dtensor.distribute:distribute_module",
         **{name: f"dtensor.factory:{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")},
         **{name: f"dtensor.placement:{name}" for name in ("Partial", "Placement", "Replicate", "Shard")},
     },
@@ -106,9 +106,9 @@ REFUSED: dict[str, dict[str, str]] = {
 """Names whose work would be lost without a word if torch's stayed: calling them says so, and what to do."""
 
 PASSED_OVER: dict[str, dict[str, str]] = {
-    f"{_TENSOR}._ops.utils": {"register_op_strategy": "use register_sharding, or dtensor.registry.register"},
+    f"{_TENSOR}._ops.utils": {"register_op_strategy": "use register_sharding, or dtensor.rules.register"},
     f"{_TENSOR}._ops.single_dim_strategy": {
-        "register_single_dim_strategy": "use register_sharding, or dtensor.registry.register"
+        "register_single_dim_strategy": "use register_sharding, or dtensor.rules.register"
     },
 }
 """Decorators that tell torch's engine where an op may be cut. Numbers do not hang on them: they are passed over with a

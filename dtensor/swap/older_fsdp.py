@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
 from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
 
-from dtensor.device_mesh import DeviceMesh
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.api import distribute_tensor
+from dtensor.distribute import distribute_tensor
 from dtensor.placement import Replicate
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtensor import _utils, api
-from dtensor.device_mesh import DeviceMesh, _active
+from dtensor import distribute as api
+from dtensor.mesh.device_mesh import DeviceMesh, _active
 from dtensor.placement import Placement
-from dtensor.reshard_run import redistribute_local
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec, TensorMeta, contiguous_stride, normalize_placements
 from dtensor.tensor import DTensor
+from dtensor.tensor_methods import offsets as _utils
 
 if TYPE_CHECKING:
     from dtensor.parallel import ParallelStyle
@@ -61,10 +62,11 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Iterable[object], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `dtensor._utils`, but a part that a split factor cuts into runs begins where its first run does.
+    """As `dtensor.tensor_methods.offsets`, but a part that a split factor cuts into runs begins where its first run
+    does.
 
     That is what torch says, and what programs read that take the runs apart by themselves. Torch's own callers read
-    the part as one run: they get the error of `dtensor._utils` instead.
+    the part as one run: they get the error of `dtensor.tensor_methods.offsets` instead.
     """
     shape = tuple(int(n) for n in global_shape)
     asks = sys._getframe(1).f_globals.get("__name__", "")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from dtensor import dispatch as hot
 from dtensor import propagation_rules
-from dtensor.dispatch_lists import base_entry
-from dtensor.dispatch_writes import functional_form
-from dtensor.registry import Entry, entries, lookup
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch.in_place import functional_form
+from dtensor.dispatch.lists import base_entry
+from dtensor.rules.registry import Entry, entries, lookup
 
 from .lines import code_lines, kernel_lines
 from .recorded import Op

@@ -18,9 +18,9 @@ import torch
 
 import dtensor
 from dtensor import DTensor, init_device_mesh
-from dtensor import dispatch as hot
-from dtensor.deferred import finish
+from dtensor.dispatch import hit as hot
 from dtensor.placement import Placement, Replicate, Shard
+from dtensor.rules.deferred import finish
 from dtensor.spec import Spec
 
 from .parts import assemble, differs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 
-from dtensor.registry import printed
+from dtensor.rules.registry import printed
 
 from .count import KINDS, Coverage, coverage
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from dtensor import DTensor, init_device_mesh
-from dtensor import dispatch as hot
-from dtensor import dispatch_miss as slow
-from dtensor.dispatch_call import make_call, output_metas
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch import miss as slow
+from dtensor.dispatch.call import make_call, output_metas
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.propagate import decide
-from dtensor.simulate import fake_world
+from dtensor.rules.decision import decide
+from dtensor.simulation.simulate import fake_world
 from dtensor.spec import Spec
 
 from .parts import assemble, differs, part_of, pending_ops

@@ -1,7 +1,7 @@
 """Cutting a full tensor into the local parts of a layout, putting parts together again, and comparing.
 
 This is the specification of layouts that rules are held to, written without the engine's redistribution: what a
-shard is follows from `Spec.intervals_of`, what a pending reduction is from `dtensor.reductions`. Parts are made so
+shard is follows from `Spec.intervals_of`, what a pending reduction is from `dtensor.comm.reduce_ops`. Parts are made so
 that a wrong claim about them shows:
 
     P(sum), P(avg)    uneven summands of mixed signs, every position another
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dtensor.comm.reduce_ops import reduce_tensors
 from dtensor.experimental.verify import difference
 from dtensor.placement import Partial, Replicate
-from dtensor.reductions import reduce_tensors
 from dtensor.spec import Spec
 
 __all__ = ["assemble", "coords_of", "differs", "kinds_of", "part_of", "pending_ops"]

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import string
 
-from dtensor import dispatch as hot
-from dtensor import dispatch_miss as slow
 from dtensor import init_device_mesh
-from dtensor.cost import current_cost_model
-from dtensor.dispatch_call import make_call, output_metas
-from dtensor.dispatch_lists import base_entry
-from dtensor.factors import Choice, Dims, Linear, Rule, State, Want
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch import miss as slow
+from dtensor.dispatch.call import make_call, output_metas
+from dtensor.dispatch.lists import base_entry
 from dtensor.placement import Partial, Replicate
-from dtensor.registry import Call, Entry
-from dtensor.simulate import fake_world
+from dtensor.redistribute.cost_model import current_cost_model
+from dtensor.rules.registry import Call, Entry
+from dtensor.rules.rule import Choice, Dims, Linear, Rule, State, Want
+from dtensor.simulation.simulate import fake_world
 
 from .parts import pending_ops
 from .recorded import RecordedCall

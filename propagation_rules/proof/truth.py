@@ -25,15 +25,15 @@ import torch
 
 import dtensor
 from dtensor import DeviceMesh, DTensor, init_device_mesh
-from dtensor import dispatch as hot
-from dtensor import dispatch_miss as slow
-from dtensor.comm import observers
-from dtensor.deferred import finish
-from dtensor.dispatch_call import make_call, output_metas
-from dtensor.dispatch_writes import kept
+from dtensor.comm.communicator import observers
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch import miss as slow
+from dtensor.dispatch.call import make_call, output_metas
+from dtensor.dispatch.in_place import kept
 from dtensor.errors import LayoutError, NoRuleError
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.propagate import Decision, all_decisions, decide
+from dtensor.rules.decision import Decision, all_decisions, decide
+from dtensor.rules.deferred import finish
 from dtensor.spec import Spec
 
 from .parts import assemble, differs, kinds_of, part_of

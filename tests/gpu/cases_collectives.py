@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from environment import Environment, Skip, close
 
-from dtensor import DTensor, Partial, Placement, Replicate, Shard, comm_sent
-from dtensor.comm import Communicator
-from dtensor.comm_c10d import C10dCommunicator
+from dtensor import DTensor, Partial, Placement, Replicate, Shard
+from dtensor.comm import pending as comm_sent
+from dtensor.comm.c10d import C10dCommunicator
+from dtensor.comm.communicator import Communicator
+from dtensor.comm.reduce_ops import reduce_tensors
 from dtensor.propagation_rules.pending_gradients import settle
-from dtensor.reductions import reduce_tensors
-from dtensor.reshard_run import redistribute_local
-from dtensor.reshard_together import redistribute_together
+from dtensor.redistribute.executor.coalescing import redistribute_together
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec
 
 DTYPES = (

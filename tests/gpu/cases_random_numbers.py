@@ -8,7 +8,7 @@ from environment import Environment, close, placed
 
 import dtensor
 from dtensor import Replicate, Shard
-from dtensor import random as rng
+from dtensor.dispatch import random as rng
 
 R = Replicate()
 
