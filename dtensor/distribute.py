@@ -321,51 +321,35 @@ def _held_by_others(owned: Sequence[Owned], root: nn.Module) -> dict[str, str]:
     owners = Counter(id(part._parameters[name]) for _, part, name in owned_parameters(root))
     alone = sys.getrefcount({"p": object()}["p"])
     suspects: dict[int, tuple[str, nn.Parameter | None]] = {}
-    for turn in range(2):
-        suspects.clear()
-        for path, part, name in owned:
-            count = sys.getrefcount(part._parameters[name]) - alone + 1
-            if count > owners[id(part._parameters[name])]:
-                suspects.setdefault(id(part._parameters[name]), (path, part._parameters[name]))
-        if not suspects:
-            return {}
-        if not turn:  # what nobody can reach any more holds nothing
-            suspects.clear()
-            gc.collect()
-    own = {id(part._parameters) for part in root.modules()}
+    for path, part, name in owned:
+        count = sys.getrefcount(part._parameters[name]) - alone + 1
+        if count > owners[id(part._parameters[name])]:
+            suspects.setdefault(id(part._parameters[name]), (path, part._parameters[name]))
+    if not suspects:
+        return {}
+    own = {id(part._parameters) for part in root.modules()} | {id(pair) for pair in suspects.values()}
     own |= {id(part.__dict__.get("_flat_weights")) for part in root.modules()}  # of RNNs, which see to it themselves
-    own |= {id(pair) for pair in suspects.values()}
-    holders = gc.get_referrers(*(p for _, p in suspects.values()))
-    found: set[int] = set()
-    for holder in holders:
-        if id(holder) not in own and not isinstance(holder, _VARIABLES) and not _are_variables(holder, holders):
-            found |= suspects.keys() & set(map(id, gc.get_referents(holder)))
-    held = {i: "somebody else" for i in suspects if i in found}
+    params = [p for _, p in suspects.values()]
+    own.add(id(params))
+    holders = _holders(params, own)
+    if holders:
+        del holders
+        gc.collect()  # what nobody can reach any more holds nothing
+        holders = _holders(params, own)
+    held = {i: "somebody else" for holder in holders for i in map(id, gc.get_referents(holder))}
+    held = {i: by for i, by in held.items() if i in suspects}
     for optimizer in [x for x in gc.get_objects() if issubclass(type(x), Optimizer)] if held else ():
         in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
         held.update(dict.fromkeys(held.keys() & in_groups, type(optimizer).__name__))
     return {suspects[i][0]: by for i, by in held.items()}
 
 
-def _are_variables(holder: object, holders: list[object]) -> bool:
-    """Whether a holder is a namespace, of a module or of a call, or belongs to a call that an old traceback keeps."""
-    if isinstance(holder, dict) and ("__builtins__" in holder or _call_of(holder) is not None):
-        return True
-    users = [x for x in gc.get_referrers(holder) if x is not holders]
-    calls = [x if isinstance(x, FrameType) else _call_of(x) for x in users]
-    running: set[int] = set()
-    for frame in list(sys._current_frames().values()):
-        step: FrameType | None = frame
-        while step is not None:
-            running.add(id(step))
-            step = step.f_back
-    ours = [x for x in calls if x is not None and x.f_code.co_filename == __file__ and id(x) in running]
-    old = [x for x in calls if x is not None and id(x) not in running]
-    return bool(old) and len(old) + len(ours) == len(calls)
-
-
-def _call_of(names: object) -> FrameType | None:
-    """The call whose local variables a dict holds; None where it is no such dict."""
-    if not isinstance(names, dict):
-        return None
-    return next((x for x in gc.get_referrers(names) if isinstance(x, FrameType) and x.f_locals is names), None)
+def _holders(params: list[nn.Parameter | None], own: set[int]) -> list[object]:
+    """The objects that hold one of `params` for longer than a variable does, without those of `own`."""
+    return [
+        holder
+        for holder in gc.get_referrers(*params)
+        if id(holder) not in own
+        and not isinstance(holder, _VARIABLES)
+        and not (isinstance(holder, dict) and "__builtins__" in holder)
+    ]
