@@ -12,7 +12,7 @@ TORCH ?= $(PINNED)
 JOBS ?= 2
 # More arguments for the demo, e.g. make demo DEMO="--steps 200 --compare"
 DEMO ?=
-# More arguments for pytest, e.g. make test-fast TESTS="tests/test_spec.py -x"
+# More arguments for pytest, e.g. make test-fast TESTS="tests/core/test_spec.py -x"
 TESTS ?=
 # Which random programs, e.g. make fuzz FUZZ="--programs 2000 --mesh 2x3", FUZZ="--gloo --mesh 2 4", FUZZ="--seed 7 --programs 1 --show"
 FUZZ ?=

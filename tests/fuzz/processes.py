@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_ranks import run_ranks
+from helpers.gloo_ranks import run_ranks
 
 from fuzz.draw import Program, draw
 from fuzz.judge import History, Judged, Verdict, form, judge, on_rank

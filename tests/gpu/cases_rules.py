@@ -7,9 +7,9 @@ import importlib
 import itertools
 from collections.abc import Iterator
 
-import laws
 import torch
 from environment import Environment, Skip, close, placed, swapped
+from helpers import laws
 
 from dtensor import DTensor, Placement, init_device_mesh
 
@@ -18,7 +18,7 @@ FAMILIES = ("pointwise", "matmul", "reduce", "norm", "embedding", "attention", "
 
 def _samples(env: Environment) -> Iterator[laws.Sample]:
     for family in FAMILIES:
-        found = importlib.import_module(f"samples_{family}")
+        found = importlib.import_module(f"helpers.samples.{family}")
         samples = getattr(found, "SAMPLES", None) or [
             s for value in vars(found).values() if isinstance(value, list) for s in value if isinstance(s, laws.Sample)
         ]

@@ -77,7 +77,7 @@ def close(got: torch.Tensor, want: torch.Tensor, rtol: float = 1e-4, atol: float
 
 def placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], grad: bool = False) -> DTensor:
     """A DTensor of value `full`, in any layout (pending ones too), without communication."""
-    from laws import make
+    from helpers.laws import make
 
     return make(full, mesh, placements, requires_grad=grad)
 

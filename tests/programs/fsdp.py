@@ -1,5 +1,5 @@
 """FSDP2 as people use it, on torch's names alone; each case is held to one process here, and to torch's engine by
-`tests/test_subsystems.py`.
+`tests/swap/test_subsystems.py`.
 
 A case takes the number of processes and gives its numbers.
 """

@@ -1,6 +1,6 @@
 """What surrounds a model in training, on torch's names alone: clipping, optimizers, DDP, activation checkpointing,
 compiling, pipelines, loss scaling. Each case is held to one process here, and to torch's engine by
-`tests/test_subsystems.py`.
+`tests/swap/test_subsystems.py`.
 
 A case takes the number of processes and gives its numbers.
 """

@@ -1,0 +1,219 @@
+"""The project's shape: who imports whom, what `import dtensor` loads, and that public names explain themselves."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("dtensor", "propagation_rules", "parallel", "loss")
+FOREIGN = ("torch.distributed.tensor", "torch.distributed._tensor")
+MAY_IMPORT_FOREIGN = {"dtensor.swap"}
+MARKS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
+
+# Imports inside functions that go up the order of the layers: (module, imported) and why it has to be.
+LAZY: dict[tuple[str, str], str] = {}
+
+
+class Import(NamedTuple):
+    """One import: the module it names, where, and whether it runs when its file is imported."""
+
+    module: str
+    line: int
+    at_top: bool
+
+
+def sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    inside = () if parts[0] == "dtensor" else ("dtensor",)
+    return ".".join((*inside, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / Path(*name.removeprefix("dtensor.").split("."))
+    path = path if path.parts[len(ROOT.parts)] in PACKAGES else ROOT / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def imports(name: str, code: str, is_package: bool = False) -> Iterator[Import]:
+    """The imports of module `name`, relative ones made absolute, those for type checkers only left out."""
+    package = name if is_package else name.rpartition(".")[0]
+
+    def walk(nodes: list[ast.stmt], top: bool) -> Iterator[Import]:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (Import(alias.name, node.lineno, top) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+                for alias in node.names:  # `from package import module` imports the module
+                    inner = f"{base}.{alias.name}"
+                    yield Import(inner if is_module(inner) else base, node.lineno, top)
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from walk(node.orelse, top)
+            else:
+                inside = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                for field in ("body", "orelse", "finalbody"):
+                    yield from walk(getattr(node, field, []), inside)
+                for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+                    yield from walk(part.body, inside)
+
+    yield from walk(ast.parse(code).body, True)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    return imports(module_name(path), path.read_text(), path.name == "__init__.py")
+
+
+@functools.cache
+def layers() -> tuple[tuple[str, ...], ...]:
+    """The rows of the table in docs/architecture.md, section 2."""
+    section = re.split(r"^## ", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)[2]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return tuple(tuple(name.strip("/") for name in re.findall(r"`([\w./]+)`", row)) for row in rows)
+
+
+def layer(module: str) -> int | None:
+    """The row of `module`, None when it has none."""
+    fits = [
+        (len(name), row) for row, names in enumerate(layers()) for name in names if f"{module}.".startswith(f"{name}.")
+    ]
+    return max(fits)[1] if fits else None
+
+
+def layer_faults(name: str, found: Iterator[Import]) -> list[str]:
+    """What goes against the order: imports from a lower row than the module's own, or from a module without one."""
+    mine, faults = layer(name), []
+    if mine is None:
+        return [f"{name} has no row in docs/architecture.md, section 2"]
+    for imported, line, at_top in found:
+        if imported.split(".")[0] not in PACKAGES or imported in PACKAGES[:1]:
+            continue
+        other = layer(imported)
+        if other is None or other > mine:
+            if at_top or (name, imported) not in LAZY:
+                faults.append(f"{name}:{line} imports {imported}, which is not above it")
+    return list(dict.fromkeys(faults))
+
+
+MODULES = [pytest.param(path, id=module_name(path)) for path in sources()]
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_no_import_of_torchs_engine(path: Path) -> None:
+    foreign = [f"line {i.line}: {i.module}" for i in imports_of(path) if i.module.startswith(FOREIGN)]
+    assert not foreign or module_name(path) in MAY_IMPORT_FOREIGN
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if module_name(p.values[0]) not in ("dtensor",)])
+def test_layers(path: Path) -> None:
+    assert not layer_faults(module_name(path), imports_of(path))
+
+
+def test_clients_use_public_names_of_the_package_only_from_outside() -> None:
+    """`import dtensor` inside the package would be a circle: only clients may."""
+    circles = [
+        f"{module_name(path)}:{i.line}"
+        for path in sources()
+        if module_name(path).startswith("dtensor.")
+        and (layer(module_name(path)) or 0) < (layer("dtensor.propagation_rules") or 0)
+        for i in imports_of(path)
+        if i.module == "dtensor" and i.at_top
+    ]
+    assert not circles
+
+
+def test_every_lazy_import_is_still_there() -> None:
+    there = {(module_name(path), i.module) for path in sources() for i in imports_of(path) if not i.at_top}
+    assert set(LAZY) <= there
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "fault"),
+    [
+        ("dtensor.spec", "from dtensor.tensor import DTensor", True),
+        ("dtensor.spec", "from .tensor import DTensor", True),
+        ("dtensor.spec", "def f():\n    try:\n        import dtensor.parallel\n    except ImportError: pass", True),
+        ("dtensor.spec", "import dtensor.not_there", True),
+        ("dtensor.not_there", "", True),
+        ("dtensor.spec", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dtensor.tensor", False),
+        ("dtensor.spec", "import torch, dtensor.placement", False),
+        ("dtensor.loss.anything", "from dtensor.rules.registry import register", False),
+    ],
+)
+def test_the_layer_check_can_fail(name: str, code: str, fault: bool) -> None:
+    assert bool(layer_faults(name, imports(name, code))) == fault
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "examples", "benchmarks", "docs"])
+def test_no_marks_left(folder: str) -> None:
+    """Open points are a dated list in docs/, not marks in the code."""
+    files = [p for suffix in ("*.py", "*.md") for p in (ROOT / folder).rglob(suffix)]
+    marked = [
+        f"{p.relative_to(ROOT)}:{n}"
+        for p in files
+        for n, s in enumerate(p.read_text().splitlines(), 1)
+        if MARKS.search(s)
+    ]
+    assert files and not marked
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that `statement` adds to a fresh interpreter that has torch."""
+    program = f"import sys, torch; before = set(sys.modules); {statement}; print(*(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_import_loads_little() -> None:
+    """How long it takes is a benchmark; what it depends on is this."""
+    loaded = loaded_by("import dtensor")
+    ours = (f"dtensor.{name}" for name in PACKAGES[1:])
+    heavy = {m for m in loaded if m.startswith((*FOREIGN, *ours, "networkx", "sympy", "matplotlib", "rich"))}
+    assert "dtensor" in loaded and not heavy
+    assert len(loaded) < 150, sorted(loaded)
+
+
+@pytest.mark.parametrize("package", ["dtensor.parallel", "dtensor.loss", "dtensor.propagation_rules"])
+def test_clients_do_not_load_torchs_engine(package: str) -> None:
+    assert not {m for m in loaded_by(f"import {package}") if m.startswith(FOREIGN)}
+
+
+@pytest.mark.parametrize("package", ["", ".debug", ".experimental", ".parallel", ".loss"])
+def test_public_names_exist_and_explain_themselves(package: str) -> None:
+    module = import_module(f"dtensor{package}")
+    assert module.__doc__ and module.__all__
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert value.__doc__, f"{package}.{name} has no docstring"
+
+
+def test_pinned_torch_is_the_one_that_runs() -> None:
+    import torch
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    wanted = os.environ.get("TORCH", pins["torch"])  # make's variable; `newest` and `system` say no version
+    assert not wanted[0].isdigit() or torch.__version__.split("+")[0] == wanted
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in [*extras["dev"], *extras["plot"], "numpy", "networkx"]:
+        assert re.split(r"[<>=]", requirement)[0] in pins, f"{requirement} is not pinned in constraints.txt"

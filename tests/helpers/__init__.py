@@ -1,0 +1,1 @@
+"""What tests share: the laws and their samples, the specifications, real processes, models. No test imports a test."""

@@ -1,0 +1,1 @@
+"""Tables of samples for the laws, one file for each family of rules."""

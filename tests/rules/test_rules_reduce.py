@@ -1,0 +1,21 @@
+"""The laws, for reductions, scans and order statistics."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.laws import Sample, check_layouts, check_strategies
+from helpers.samples.reduce import LAYOUTS_ONLY, SAMPLES
+
+
+@pytest.mark.parametrize("sample", [*SAMPLES, *LAYOUTS_ONLY], ids=lambda s: s.name)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
+    """Every layout of the inputs gives the plain result, forward and backward."""
+    check_layouts(sample, mesh, limit=16).must_hold()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+def test_strategies(sample: Sample) -> None:
+    """Every derived strategy gives the plain result."""
+    report = check_strategies(sample, (2, 3), limit=20)
+    assert not report.wrong, "\n".join(report.wrong[:10])
