@@ -2,7 +2,7 @@
 
 A DTensor is a wrapper: its shape, stride and dtype are the global ones, its data is the local tensor of this
 rank. Operations on it mean what they mean on the global tensor; how they are carried out is decided by the
-sharding rules (`dtensor.rules.decision`) and run by `dtensor.dispatch.hit`.
+sharding rules (`dtensor.rules.choice`) and run by `dtensor.dispatch.hit`.
 
 Names and signatures follow `torch.distributed.tensor`.
 """
@@ -111,7 +111,7 @@ class DTensor(_Tensor):
         "dtensor.dispatch.hit.dispatch runs an op, dtensor.rules.registry.lookup(op) gives its rule, "
         "dtensor.experimental.register_sharding and dtensor.rules.register take one"
     )
-    _propagator = _Absent("dtensor.rules.decision decides where an op runs, dtensor.rules.registry holds the rules")
+    _propagator = _Absent("dtensor.rules.choice decides where an op runs, dtensor.rules.registry holds the rules")
     _custom_dispatch_ops = _Absent("dtensor.dispatch.special registers a function that handles an op as a whole")
     _raise_if_contains_partial_placements = _Absent("x._spec.has_partial() tells whether a reduction is pending")
 

@@ -17,8 +17,8 @@ from dtensor.dispatch.shapes import known_metas
 from dtensor.errors import LayoutError, MeshError, explain_error
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate
+from dtensor.rules.call import Call, flat_inputs, op_name
 from dtensor.rules.faults import depends_on_data
-from dtensor.rules.registry import Call, flat_inputs, op_name
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtensor.comm.world import kept
 from dtensor.dispatch import hit as hot
 from dtensor.dispatch.decompositions import GaveUp, Trial
+from dtensor.rules.call import Call, op_name
 from dtensor.rules.decision import Decision
-from dtensor.rules.registry import Call, op_name
 from dtensor.spec import Spec, contiguous_stride, may_be_empty
 
 __all__ = ["HERE", "UNSEEN", "Results", "Specs", "composite", "is_contiguous", "is_usual", "plans", "try_chain"]

@@ -29,9 +29,11 @@ from dtensor.dispatch.hit import Op, OpInfo
 from dtensor.dispatch.no_rule import replicated_rule
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate
-from dtensor.rules.decision import Decision, decide
+from dtensor.rules.call import Call
+from dtensor.rules.choice import decide
+from dtensor.rules.decision import Decision
 from dtensor.rules.kernel import traced
-from dtensor.rules.registry import Call
+from dtensor.rules.registry import rule_of
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = ["GaveUp", "Trial", "decomposed", "decomposition_of", "is_composite"]
@@ -131,7 +133,7 @@ class Trial(TorchDispatchMode):
             raise GaveUp(f"{info.name}: its result depends on data")
         structure, outs = metas
         call = make_call(func, args, kwargs, outs)
-        rule = None if info.entry is None else info.entry.rule(call)
+        rule = rule_of(info.entry, call)
         if rule is None:
             inner = func.decompose if is_composite(func) else decomposition_of(func)
             if inner is not None:

@@ -25,11 +25,12 @@ from dtensor.dispatch import materialized as moved_views
 from dtensor.dispatch import random as rng
 from dtensor.dispatch.materialized import MovedSpec, ViewCall, note_written
 from dtensor.redistribute.executor.run import redistribute_local
+from dtensor.rules.call import Call, op_name
 from dtensor.rules.decision import Decision
 from dtensor.rules.deferred import PutOff
 from dtensor.rules.kernel import KernelContext
-from dtensor.rules.registry import Call, Entry, lookup, op_name
-from dtensor.rules.rule import Kernel
+from dtensor.rules.registry import lookup
+from dtensor.rules.rule import Entry, Kernel
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 

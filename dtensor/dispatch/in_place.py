@@ -29,7 +29,7 @@ from dtensor.dispatch.materialized import settled_spec
 from dtensor.dispatch.no_rule import notice, refuse_strict
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError, explain_error
 from dtensor.placement import Shard, StridedShard
-from dtensor.rules.registry import Call
+from dtensor.rules.call import Call
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [

@@ -34,8 +34,11 @@ from dtensor.errors import MeshError
 from dtensor.placement import Shard, StridedShard
 from dtensor.redistribute.executor.coalescing import may_meet, redistribute_together
 from dtensor.redistribute.executor.run import redistribute_local
-from dtensor.rules.decision import Decision, decide
-from dtensor.rules.registry import Call, Entry, find, flat_inputs
+from dtensor.rules.call import Call, flat_inputs
+from dtensor.rules.choice import decide
+from dtensor.rules.decision import Decision
+from dtensor.rules.registry import find, rule_of
+from dtensor.rules.rule import Entry
 from dtensor.spec import Spec, TensorMeta
 from dtensor.strides import in_order
 
@@ -269,7 +272,7 @@ def _decide(info: OpInfo, entry: Entry | None, call: Call, gathered: list[Call])
                 f"{info.name}: an element mixes tensors of {mesh} and {spec.mesh}; all tensors of one element must "
                 "live on the same mesh"
             )
-    rule = entry.rule(call) if entry is not None else None
+    rule = rule_of(entry, call)
     if rule is None or rule.local is not None or rule.bind is not None:
         refuse_strict(info, call, 1)
         notice(info, call)

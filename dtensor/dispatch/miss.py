@@ -25,13 +25,14 @@ from dtensor.dispatch.views import late, with_deferred, with_moved
 from dtensor.errors import LayoutError
 from dtensor.placement import Shard, StridedShard
 from dtensor.redistribute.executor.coalescing import may_meet, redistribute_together
-from dtensor.rules.decision import Decision, decide
+from dtensor.rules.call import Call
+from dtensor.rules.choice import decide
+from dtensor.rules.decision import Decision
 from dtensor.rules.deferred import DeferredSpec
-from dtensor.rules.registry import Call, Entry
-from dtensor.rules.rule import Rule
+from dtensor.rules.registry import rule_of
 from dtensor.spec import Spec, may_be_empty
 
-__all__ = ["miss", "rule_of"]
+__all__ = ["miss"]
 
 
 # ------------------------------------------------------------ the miss
@@ -175,11 +176,6 @@ def check_locals(decision: Decision, result: Any, info: OpInfo) -> None:
                 f"{decision.op}: the {rule} promised a local {spec.dtype} of {list(spec.local_shape)} for {spec}, "
                 f"the local op gave {got.dtype} of {list(got.shape)}; this is a fault of the rule.\n  {decision}"
             )
-
-
-def rule_of(entry: Entry | None, call: Call) -> Rule | None:
-    """The rule that the entry builds for this call."""
-    return None if entry is None else entry.rule(call)
 
 
 hot.bind_miss(miss, with_plain)

@@ -18,7 +18,8 @@ import torch
 
 from dtensor.experimental.verify import wrong_row
 from dtensor.placement import Placement, Shard, StridedShard, as_placement
-from dtensor.rules.registry import Call, op_name, register
+from dtensor.rules.call import op_name
+from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule
 from dtensor.spec import Spec
 

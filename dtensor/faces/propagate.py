@@ -1,9 +1,9 @@
-"""`dtensor.propagate`: another name for `dtensor.rules.decision`."""
+"""`dtensor.propagate`: another name for `dtensor.rules.choice`."""
 
 from __future__ import annotations
 
 import sys
 
-from dtensor.rules import decision
+from dtensor.rules import choice
 
-sys.modules[__name__] = decision
+sys.modules[__name__] = choice

@@ -5,9 +5,11 @@ A decision is a pure value: a function of mesh, layouts, global shapes and stati
 
 from __future__ import annotations
 
-from dtensor.rules.decision import Decision, all_decisions, decide
+from dtensor.rules.call import Call
+from dtensor.rules.choice import all_decisions, decide
+from dtensor.rules.decision import Decision
 from dtensor.rules.kernel import KernelContext
-from dtensor.rules.registry import Call, override, pattern, register, unregister
+from dtensor.rules.registry import override, pattern, register, unregister
 from dtensor.rules.rule import Kernel, Linear, Rule, linear
 
 __all__ = [

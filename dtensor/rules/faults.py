@@ -19,19 +19,17 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dtensor.errors import CollectiveError, LayoutError, NoRuleError, RuleError, explain_error
 from dtensor.placement import Partial
 from dtensor.redistribute.cost_model import CostModel
+from dtensor.rules.call import Call
 from dtensor.rules.deferred import PutOff
-from dtensor.rules.rule import ANY, Dims, Kernel, LocalPart, Rule
-
-if TYPE_CHECKING:
-    from dtensor.rules.kernel import KernelContext
-    from dtensor.rules.registry import Call, Entry
+from dtensor.rules.kernel import KernelContext
+from dtensor.rules.rule import ANY, Dims, Entry, Kernel, LocalPart, Rule
 
 __all__ = [
     "check_reduction", "checked_rule", "depends_on_data", "overloads", "place_of", "unknown_values", "users_line",
@@ -39,9 +37,9 @@ __all__ = [
 
 Op = torch._ops.OpOverload
 
-_HOME = Path(__file__).parent
+_HOME = Path(__file__).parents[2]
 _PACKAGES = (
-    *(f"{_HOME.parent / name}{os.sep}" for name in (_HOME.name, "loss", "parallel", "propagation_rules")),
+    *(f"{_HOME / name}{os.sep}" for name in ("dtensor", "loss", "parallel", "propagation_rules")),
     f"{Path(torch.__file__ or '').parent}{os.sep}", contextlib.__file__,
 )  # fmt: skip
 _THEIRS = (LayoutError, CollectiveError, NoRuleError, RuleError, torch.OutOfMemoryError)

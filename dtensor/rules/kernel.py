@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from dtensor.comm.communicator import traced
+from dtensor.rules.call import Call
 from dtensor.spec import Interval, Spec
-
-if TYPE_CHECKING:
-    from dtensor.rules.registry import Call
 
 __all__ = ["KernelContext", "looks_at_values", "traced"]
 

@@ -1,6 +1,6 @@
 """Pricing strategies by the redistributions that they really need, where several axes change at once.
 
-The search of `dtensor.rules.decision` adds up the costs of single-axis moves, which is exact as long as no input moves
+The search of `dtensor.rules.choice` adds up the costs of single-axis moves, which is exact as long as no input moves
 on two axes. Where one does, the sum is a guess: one collective may do what it counts twice, or it may take two. So
 the few strategies that the search finds first are compared by the plans that would be run:
 
@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.redistribute.cost_model import CostModel, current_cost_model
 from dtensor.redistribute.plan import plan_reshard
+from dtensor.rules.decision import Decision
 from dtensor.spec import Spec
-
-if TYPE_CHECKING:
-    from dtensor.rules.decision import Decision
 
 __all__ = ["FEW", "NEAR", "axis_cost", "cheapest_of", "move_cost", "moving", "price", "reordered"]
 

@@ -27,88 +27,16 @@ import torch
 
 from dtensor.comm.world import forget
 from dtensor.errors import RuleError, explain_error
+from dtensor.rules.call import Call, is_inplace, op_name, tensor_names
 from dtensor.rules.faults import check_reduction, checked_rule, overloads, place_of, unknown_values
 from dtensor.rules.patterns import factor_names, parse_pattern
-from dtensor.rules.rule import Linear, Rule, antitone, linear, monotone, passes
-from dtensor.spec import Spec, TensorMeta
+from dtensor.rules.rule import Builder, Entry, Linear, Rule, antitone, linear, monotone, passes
 
 __all__ = [
     "Builder", "Call", "Entry", "built_in", "clear_plans", "entries", "find", "is_inplace", "linear_groups", "lookup",
-    "override", "pattern", "present_groups", "printed", "register", "rules_are_loaded", "tensor_names", "unregister",
+    "override", "pattern", "present_groups", "printed", "register", "rule_of", "rules_are_loaded", "tensor_names",
+    "unregister",
 ]  # fmt: skip
-
-Builder = Callable[["Call"], "Rule | None"]
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of an op, tensors given as specs.
-
-    Attributes:
-        op: the overload called.
-        arguments: every argument by name, defaults filled in; tensors as `Spec`, lists of them as tuples.
-        inputs: the tensor arguments, flattened in schema order, absent ones left out.
-        names: for each input the argument it is, `tensors` lists as `tensors.0`, `tensors.1`, ...
-        outputs: global metadata of the tensor outputs, flattened; None for an output that is None.
-    """
-
-    op: torch._ops.OpOverload
-    arguments: Mapping[str, Any]
-    inputs: tuple[Spec, ...]
-    names: tuple[str, ...]
-    outputs: tuple[TensorMeta | None, ...]
-
-    def __getitem__(self, name: str) -> Any:
-        """Value of argument `name`."""
-        return self.arguments[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Value of argument `name`, or `default` when the op has none of that name."""
-        return self.arguments.get(name, default)
-
-    def index(self, name: str) -> int | None:
-        """Position of argument `name` among the inputs; None when it is absent or no tensor."""
-        return self.names.index(name) if name in self.names else None
-
-    def dim(self, name: str = "dim", of: int = 0) -> int:
-        """Argument `name` as a non-negative dim of input `of`."""
-        d, n = int(self.arguments[name]), self.inputs[of].ndim
-        return d % n if n else 0
-
-    def dims(self, name: str = "dim", of: int = 0) -> tuple[int, ...]:
-        """Argument `name` (an int, a list, or None or [] for all) as sorted non-negative dims of input `of`."""
-        given, n = self.arguments.get(name), self.inputs[of].ndim
-        if given is None or (not isinstance(given, int) and len(given) == 0):
-            return tuple(range(n))
-        many = (given,) if isinstance(given, int) else given
-        return tuple(sorted({int(d) % n if n else 0 for d in many})) if n else ()
-
-
-@dataclass(slots=True)
-class Entry:
-    """A registered rule.
-
-    Attributes:
-        name: `aten.mm` or `aten.mm.default`.
-        build: the builder.
-        values: arguments whose value changes neither layouts nor metadata (`"*"`: every number); they are
-            represented by their type in the cache key and passed on as they come.
-        random: the op draws random numbers.
-        text: printed form, for the list of all rules.
-        where: file and line of a program's rule; empty for the engine's own.
-    """
-
-    name: str
-    build: Builder
-    values: frozenset[str] = frozenset()
-    random: bool = False
-    text: str = ""
-    where: str = ""
-
-    def rule(self, call: Call) -> Rule | None:
-        """The rule of this call; RuleError where a program's builder fails or gives what cannot be meant."""
-        return checked_rule(self, call) if self.where else self.build(call)
-
 
 _own: dict[str, Entry] = {}
 """The engine's rules."""
@@ -256,9 +184,11 @@ def _find(table: Mapping[str, Entry], name: str) -> Entry | None:
     return table.get(name) or table.get(name.rpartition(".")[0])
 
 
-def op_name(op: torch._ops.OpOverload) -> str:
-    """`aten.add.Tensor` for `torch.ops.aten.add.Tensor`."""
-    return f"{op.namespace}.{op._schema.name.rpartition('::')[2]}.{op._overloadname}"
+def rule_of(entry: Entry | None, call: Call) -> Rule | None:
+    """The rule that an entry builds for a call. RuleError where a program's builder fails, or its rule does not fit."""
+    if entry is None:
+        return None
+    return checked_rule(entry, call) if entry.where else entry.build(call)
 
 
 _UNTAGGED = frozenset({"aten.leaky_relu.default"})
@@ -287,13 +217,6 @@ def _lookup(table: Mapping[str, Entry], op: torch._ops.OpOverload) -> Entry | No
     if ns in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op_name(op) in _UNTAGGED):
         return table.get("aten.<pointwise>")
     return None
-
-
-def is_inplace(op: torch._ops.OpOverload) -> bool:
-    """True for `relu_`, which writes its first argument, named after `relu`, which does not; False for `__iand__`."""
-    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
-    name = op._schema.name
-    return first is not None and first.is_write and name.endswith("_") and not name.endswith("__")
 
 
 # ------------------------------------------------------------ builders from text
@@ -390,11 +313,6 @@ class pattern:  # noqa: N801 - used as a function
         return f"{self.text}{more}"
 
 
-def tensor_names(op: torch._ops.OpOverload) -> list[str]:
-    """Names of the arguments of an op that may be tensors, in schema order."""
-    return [a.name for a in op._schema.arguments if "Tensor" in str(a.type) and not a.is_out]
-
-
 def present_groups(text: str, call: Call) -> tuple[Linear, ...]:
     """Linear groups of `text`, in terms of `call.inputs`.
 
@@ -420,19 +338,3 @@ def present_groups(text: str, call: Call) -> tuple[Linear, ...]:
         if whole and at:
             out.append(Linear(frozenset(at), group.ops))
     return tuple(out)
-
-
-def flat_inputs(arguments: Sequence[tuple[str, object]]) -> tuple[tuple[Spec, ...], tuple[str, ...]]:
-    """Tensor inputs and their names, in order, from named arguments with specs in the tensors' places."""
-    inputs: list[Spec] = []
-    names: list[str] = []
-    for name, value in arguments:
-        if isinstance(value, Spec):
-            inputs.append(value)
-            names.append(name)
-        elif isinstance(value, (list, tuple)):
-            for j, item in enumerate(value):
-                if isinstance(item, Spec):
-                    inputs.append(item)
-                    names.append(f"{name}.{j}")
-    return tuple(inputs), tuple(names)

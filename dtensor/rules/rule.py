@@ -32,16 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.rules.call import Call
+from dtensor.rules.kernel import KernelContext
 from dtensor.spec import Spec, local_sizes
 
-if TYPE_CHECKING:
-    from dtensor.rules.kernel import KernelContext
-
 __all__ = [
-    "Bind", "Choice", "Dims", "Kernel", "Linear", "LocalPart", "Rule", "State", "Want",
+    "Bind", "Builder", "Choice", "Dims", "Entry", "Kernel", "Linear", "LocalPart", "Rule", "State", "Want",
     "antitone", "linear", "monotone", "passes", "refine",
 ]  # fmt: skip
 
@@ -235,6 +233,32 @@ class Rule:
         )
         names = "+".join(map(str, sorted(group.inputs)))
         return Choice(f"P({op}) {names}", ins, outs, moves_only=group.ops[0][0] == ANY)
+
+
+Builder = Callable[[Call], "Rule | None"]
+"""A call -> its rule; None: this call has none."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A registered rule.
+
+    Attributes:
+        name: `aten.mm` or `aten.mm.default`.
+        build: the builder.
+        values: arguments whose value changes neither layouts nor metadata (`"*"`: every number); they are
+            represented by their type in the cache key and passed on as they come.
+        random: the op draws random numbers.
+        text: printed form, for the list of all rules.
+        where: file and line of a program's rule; empty for the engine's own.
+    """
+
+    name: str
+    build: Builder
+    values: frozenset[str] = frozenset()
+    random: bool = False
+    text: str = ""
+    where: str = ""
 
 
 def _has(dims: Dims, f: int) -> bool:

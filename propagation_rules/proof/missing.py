@@ -28,10 +28,10 @@ import torch
 
 from dtensor import DTensor, init_device_mesh
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import miss as slow
 from dtensor.dispatch.call import make_call, output_metas
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.rules.decision import decide
+from dtensor.rules.choice import decide
+from dtensor.rules.registry import rule_of
 from dtensor.simulation.simulate import fake_world
 from dtensor.spec import Spec
 
@@ -191,7 +191,7 @@ class _Offers:
     def _rule(self, row: Sequence[Placement]) -> tuple[Any, Any]:
         args, kwargs = self._wrapped(row)
         given = make_call(self.call.op, args, kwargs, self.outs or ())
-        return given, slow.rule_of(self.info.entry, given)
+        return given, rule_of(self.info.entry, given)
 
     def free(self, row: Sequence[Placement]) -> bool:
         """True when the engine needs no communication for inputs in `row`."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor.rules.registry import op_name
+from dtensor.rules.call import op_name
 
 __all__ = ["Recorder", "RecordedCall", "describe", "map_tensors", "plain_result", "tensors_of", "with_nan"]
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy
 import torch
 
-from dtensor.rules.registry import op_name
+from dtensor.rules.call import op_name
 
 from .recorded import Op, RecordedCall, Recorder, tensors_of
 

@@ -15,12 +15,11 @@ import string
 
 from dtensor import init_device_mesh
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import miss as slow
 from dtensor.dispatch.call import make_call, output_metas
 from dtensor.dispatch.lists import base_entry
 from dtensor.placement import Partial, Replicate
 from dtensor.redistribute.cost_model import current_cost_model
-from dtensor.rules.registry import Call, Entry
+from dtensor.rules.registry import Call, Entry, rule_of
 from dtensor.rules.rule import Choice, Dims, Linear, Rule, State, Want
 from dtensor.simulation.simulate import fake_world
 
@@ -52,7 +51,7 @@ def shown(call: RecordedCall, k: int = 4) -> str:
         if metas is None:
             return "\n".join([*head, "  the shape of the result depends on the data: it runs replicated"])
         given = make_call(call.op, args, kwargs, metas[1])
-        rule = slow.rule_of(entry, given)
+        rule = rule_of(entry, given)
         if rule is None:
             return "\n".join([*head, "  the rule says nothing about this call: it runs decomposed, or replicated"])
         return "\n".join([*head, *_facts(rule), *_strategies(rule, given, k)])

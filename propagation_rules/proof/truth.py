@@ -32,8 +32,10 @@ from dtensor.dispatch.call import make_call, output_metas
 from dtensor.dispatch.in_place import kept
 from dtensor.errors import LayoutError, NoRuleError
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.rules.decision import Decision, all_decisions, decide
+from dtensor.rules.choice import all_decisions, decide
+from dtensor.rules.decision import Decision
 from dtensor.rules.deferred import finish
+from dtensor.rules.registry import rule_of
 from dtensor.spec import Spec
 
 from .parts import assemble, differs, kinds_of, part_of
@@ -245,14 +247,14 @@ class _Given:
         if metas is None:
             return "the shape of the result depends on the data"
         given = _Given(call, info, mesh, metas[0], metas[1])
-        if slow.rule_of(info.entry, make_call(call.op, args, kwargs, metas[1])) is None:
+        if rule_of(info.entry, make_call(call.op, args, kwargs, metas[1])) is None:
             return "the rule has nothing to say about this call"
         return given
 
     def _rule(self, layouts: Sequence[Sequence[Placement]]) -> tuple[Any, Any]:
         args, kwargs = wrapped(self.call, self.mesh, layouts, cut=False)
         given = make_call(self.call.op, args, kwargs, self.outs)
-        return given, slow.rule_of(self.info.entry, given)
+        return given, rule_of(self.info.entry, given)
 
     def decisions(self, limit: int) -> list[Decision]:
         """Some of all strategies, and those taken for pending inputs."""

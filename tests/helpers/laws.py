@@ -39,7 +39,6 @@ import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor import tensor as tensor_module
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import miss as slow
 from dtensor.dispatch import products
 from dtensor.dispatch.call import flat as arguments_of
 from dtensor.dispatch.call import make_call, map_args, output_metas
@@ -48,8 +47,9 @@ from dtensor.propagation_rules.proof.parts import differs, kinds_of, part_of
 from dtensor.propagation_rules.proof.recorded import RecordedCall, Recorder, plain_result, tensors_of
 from dtensor.propagation_rules.proof.truth import skip_reason, wrapped
 from dtensor.redistribute.executor.run import redistribute_local
-from dtensor.rules.decision import all_decisions
+from dtensor.rules.choice import all_decisions
 from dtensor.rules.deferred import finish
+from dtensor.rules.registry import rule_of
 from dtensor.spec import Spec
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
@@ -319,7 +319,7 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
         return
     structure, outs = metas
     call = make_call(func, args, kwargs, outs)
-    rule = slow.rule_of(info.entry, call)
+    rule = rule_of(info.entry, call)
     if rule is None:
         return
     keep_ops = ("sum", "avg", "max", "min")
@@ -492,7 +492,7 @@ def _worth_trying(
         args, kwargs = wrapped(call, mesh, layout, cut=False)
         metas = metas if i else output_metas(call.op, args, kwargs)
         try:
-            rule = None if metas is None else slow.rule_of(info.entry, make_call(call.op, args, kwargs, metas[1]))
+            rule = None if metas is None else rule_of(info.entry, make_call(call.op, args, kwargs, metas[1]))
         except REFUSALS:
             rule = None
         ops = {p.reduce_op for placements in layout for p in placements if isinstance(p, Partial)}

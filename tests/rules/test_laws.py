@@ -13,7 +13,7 @@ from dtensor.propagation_rules.labelled import labelled
 from dtensor.propagation_rules.pointwise import pointwise
 from dtensor.redistribute.cost_model import current_cost_model
 from dtensor.redistribute.executor.run import redistribute_local
-from dtensor.rules.decision import decide
+from dtensor.rules.choice import decide
 from dtensor.rules.registry import Call, override, pattern
 from dtensor.rules.rule import Kernel, Rule
 from dtensor.spec import Spec, TensorMeta

@@ -9,7 +9,7 @@ import dtensor
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor.placement import StridedShard
 from dtensor.redistribute.cost_model import CostModel, current_cost_model, use_cost_model
-from dtensor.rules.decision import all_decisions, decide
+from dtensor.rules.choice import all_decisions, decide
 from dtensor.rules.patterns import parse_pattern
 from dtensor.rules.pricing import FEW, NEAR, moving, price
 from dtensor.rules.rule import Rule, State, linear, refine
