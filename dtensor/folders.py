@@ -7,21 +7,48 @@ as `loss.py` hides the short name only by being run: it is `__main__`, and `impo
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import os
 import sys
+import threading
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from pkgutil import iter_modules
+from types import FrameType
 
-__all__ = ["also_called", "load_beside", "name_for_the_program"]
+import torch
+
+__all__ = ["NOT_A_PROGRAMS", "also_called", "load_beside", "name_for_the_program", "users_frame", "users_line"]
 
 NAMES = ("loss", "parallel", "propagation_rules")
+_ROOT = Path(__file__).parent.parent
+
+NOT_A_PROGRAMS = (
+    *(f"{_ROOT / name}{os.sep}" for name in ("dtensor", *NAMES)), f"{Path(torch.__file__ or '').parent}{os.sep}",
+    contextlib.__file__, contextvars.__file__, threading.__file__, "<frozen",
+)  # fmt: skip
+"""What the file names of code begin with that is this project's, torch's or Python's, and no program's."""
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame from `frame` outwards that is a program's; None where there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_A_PROGRAMS):
+        frame = frame.f_back
+    return frame
+
+
+def users_line() -> str:
+    """`file:line` of the innermost frame that is a program's."""
+    frame = users_frame(sys._getframe(1))
+    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def load_beside(name: str) -> None:
     """Run the folder that is beside this package and called as the last part of `name`, as the module `name`."""
     module = sys.modules[name]
-    folder = Path(__file__).parent.parent / name.rpartition(".")[2]
+    folder = _ROOT / name.rpartition(".")[2]
     loader = SourceFileLoader(name, str(folder / "__init__.py"))
     module.__file__, module.__path__, module.__loader__ = loader.path, [str(folder)], loader
     if spec := module.__spec__:

@@ -16,7 +16,6 @@ of the last `KEPT`; the lines of the program are read off the stack when the err
 from __future__ import annotations
 
 import linecache
-import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor.errors import SEE_INPUTS, CollectiveError
+from dtensor.folders import users_frame
 
 __all__ = ["KEPT", "Place", "failed", "note", "recent", "users_line", "watchers"]
 
@@ -102,13 +102,6 @@ def _backend(place: Place) -> str:
 
 
 # ------------------------------------------------------------ the user's line
-_OURS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name) + os.sep
-    for name in ("dtensor", "parallel", "loss", "propagation_rules")
-)
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-
 def users_line() -> str:
     """The innermost line on this thread's stack that is neither ours nor torch's; "" where there is none.
 
@@ -126,10 +119,9 @@ def users_line() -> str:
 
 
 def _line_of(frame: FrameType | None) -> str:
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_OURS, _TORCH, "<frozen")):
-            text = linecache.getline(name, frame.f_lineno).strip()
-            return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}" + (f": {text}" if text else "")
-        frame = frame.f_back
-    return ""
+    frame = users_frame(frame)
+    if frame is None:
+        return ""
+    name = frame.f_code.co_filename
+    text = linecache.getline(name, frame.f_lineno).strip()
+    return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}" + (f": {text}" if text else "")

@@ -23,9 +23,9 @@ from typing import Any
 
 from dtensor.dispatch.hit import OpInfo
 from dtensor.errors import WITHOUT_SWAP, NoRuleError, explain_error
+from dtensor.folders import users_line
 from dtensor.redistribute.plan import plan_reshard
 from dtensor.rules.call import Call
-from dtensor.rules.faults import users_line
 from dtensor.rules.rule import Rule
 
 __all__ = [

@@ -9,21 +9,18 @@ The engine's own rules are held to numbers by the tests, and pass none of this w
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import math
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dtensor.errors import CollectiveError, LayoutError, NoRuleError, RuleError, explain_error
+from dtensor.folders import NOT_A_PROGRAMS, users_line
 from dtensor.placement import Partial
 from dtensor.redistribute.cost_model import CostModel
 from dtensor.rules.call import Call
@@ -32,16 +29,11 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.rule import ANY, Dims, Entry, Kernel, LocalPart, Rule
 
 __all__ = [
-    "check_reduction", "checked_rule", "depends_on_data", "overloads", "place_of", "unknown_values", "users_line",
+    "check_reduction", "checked_rule", "depends_on_data", "overloads", "place_of", "unknown_values",
 ]  # fmt: skip
 
 Op = torch._ops.OpOverload
 
-_HOME = Path(__file__).parents[2]
-_PACKAGES = (
-    *(f"{_HOME / name}{os.sep}" for name in ("dtensor", "loss", "parallel", "propagation_rules")),
-    f"{Path(torch.__file__ or '').parent}{os.sep}", contextlib.__file__,
-)  # fmt: skip
 _THEIRS = (LayoutError, CollectiveError, NoRuleError, RuleError, torch.OutOfMemoryError)
 """Errors that say by themselves what is wrong, with a call or with a group."""
 _PYTHONS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
@@ -49,18 +41,10 @@ _PYTHONS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 
 
 # ------------------------------------------------------------ places in a program
-def users_line() -> str:
-    """`file:line` of the innermost frame that is neither this package's nor torch's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def place_of(f: object) -> str:
     """`file:line` where a function of a program is defined; for anything else, the line that registers it."""
     code = getattr(f, "__code__", None)
-    if code is None or code.co_filename.startswith(_PACKAGES):
+    if code is None or code.co_filename.startswith(NOT_A_PROGRAMS):
         return users_line()
     return f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -68,7 +52,7 @@ def place_of(f: object) -> str:
 def _raised(error: Exception) -> str:
     """What a program's function raised, and where: the innermost line that is neither this package's nor torch's."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(_PACKAGES)]
+    theirs = [f for f in frames if not f.filename.startswith(NOT_A_PROGRAMS)]
     at = theirs[-1] if theirs else None
     own = at is not None and at is frames[-1] and (at.line or "raise").startswith("raise")  # the program's words
     said = f"raised {type(error).__name__}"

@@ -19,7 +19,6 @@ the others at their next collective (`RankStopped`, which `except Exception` doe
 from __future__ import annotations
 
 import contextvars
-import os
 import sys
 import threading
 import warnings
@@ -34,18 +33,13 @@ import torch
 
 from dtensor.comm.world import fresh_identity
 from dtensor.errors import SEE_INPUTS, BoundedError
+from dtensor.folders import NOT_A_PROGRAMS
 from dtensor.simulation.generators import RankStreams
 
 __all__ = ["CollectiveMismatch", "RankStopped", "RankThreads", "Signature"]
 
 # What must agree among the ranks of a collective: kind, then (name, value) pairs that are shown when they do not.
 Signature = tuple[Any, ...]
-
-_OURS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name) + os.sep
-    for name in ("dtensor", "propagation_rules", "parallel", "loss")
-) + (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, threading.__file__, contextvars.__file__)
-
 
 _ROOTED = frozenset(
     f"{where}{kind}" for where in ("", "dist.") for kind in ("barrier", "broadcast", "gather", "reduce", "scatter")
@@ -340,7 +334,7 @@ class RankThreads:
         frame: FrameType | None = sys._current_frames().get(self._ranks[rank].ident)
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith(_OURS) and not name.startswith("<"):
+            if not name.startswith(NOT_A_PROGRAMS) and not name.startswith("<"):
                 return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return "an unknown place"
@@ -353,7 +347,7 @@ def _stands(bottom: CodeType | None) -> Place:
     while frame is not None and (code := frame.f_code) is not bottom and len(out) < _DEEP:
         own = _programs.get(code.co_filename)
         if own is None:
-            own = _programs[code.co_filename] = not code.co_filename.startswith((*_OURS, "<"))
+            own = _programs[code.co_filename] = not code.co_filename.startswith((*NOT_A_PROGRAMS, "<"))
         if own:
             out.append((code, frame.f_lasti))
         frame = frame.f_back
