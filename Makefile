@@ -39,7 +39,7 @@ export OMP_NUM_THREADS := 1
 CLIENTS := .venv-clients/.installed
 APART := $(wildcard tests/clients/apart/*.txt)
 
-.PHONY: demo test suite test-fast test-gpu gpu-check lint lint-workflows golden fuzz sweep bench bench-gpu clients clean
+.PHONY: demo test suite test-fast test-gpu gpu-check lint lint-workflows golden tables fuzz sweep bench bench-gpu clients clean
 
 # torch first and by its exact version: an open range may fetch another build of several GB. The other pins hold for every
 # torch, but for setuptools, of which each torch wants another.
@@ -83,6 +83,11 @@ gpu-check:
 # All rules as one text file, which a test compares: run this after a change of rules and read the diff.
 golden: $(STAMP)
 	$(PY) -m dtensor.propagation_rules list > docs/rules.txt
+
+# The tables of docs/styles and docs/loss.md, as simulated ranks measure them: run this after a change of what is sent.
+tables: $(STAMP)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) tests/docs/test_styles_docs.py
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY) tests/docs/test_loss_docs.py
 
 # Random programs on DTensors and on plain tensors side by side; what is wrong is made small and printed.
 fuzz: $(STAMP)

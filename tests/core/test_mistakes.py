@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_parallel_styles import on_ranks
+from helpers.parallel import on_ranks
 from torch import nn
 
 import dtensor

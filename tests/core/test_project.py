@@ -174,6 +174,24 @@ def test_no_marks_left(folder: str) -> None:
     assert files and not marked
 
 
+def imported_tests(code: str) -> list[str]:
+    """The tests that a file imports, by whatever name."""
+    found = imports("test", code)
+    return [i.module for i in found if any(part.startswith("test_") for part in i.module.split("."))]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda p: p.stem)
+def test_no_test_is_imported(path: Path) -> None:
+    """What tests share lies in tests/helpers."""
+    assert not imported_tests(path.read_text())
+
+
+def test_the_check_for_imported_tests_can_fail() -> None:
+    assert imported_tests("from test_comm import every") == ["test_comm"]
+    assert imported_tests("def f():\n    import core.test_comm") == ["core.test_comm"]
+    assert not imported_tests("from helpers.comm_cases import every\nfrom torch import testing")
+
+
 def loaded_by(statement: str) -> set[str]:
     """The modules that `statement` adds to a fresh interpreter that has torch."""
     program = f"import sys, torch; before = set(sys.modules); {statement}; print(*(set(sys.modules) - before))"

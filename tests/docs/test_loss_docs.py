@@ -1,6 +1,6 @@
 """docs/loss.md: its tables are what simulated ranks measure. The page's examples are run with those of the other pages.
 
-`python tests/docs/test_loss_docs.py` writes the tables anew.
+`make tables` writes the tables anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.laws import ints, rand
-from test_parallel_collectives import sent
+from helpers.parallel import sent
 
 import dtensor
 from dtensor import DeviceMesh, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -177,7 +177,7 @@ def with_table(text: str, name: str) -> str:
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_measured(name: str) -> None:
     text = PAGE.read_text()
-    assert with_table(text, name) == text, "run `python tests/docs/test_loss_docs.py` and read the diff"
+    assert with_table(text, name) == text, "run `make tables` and read the diff"
 
 
 def test_the_loss_by_hand_that_the_benchmark_compares_with_is_right() -> None:

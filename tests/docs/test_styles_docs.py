@@ -1,6 +1,6 @@
 """docs/styles: the tables are what 4 simulated ranks measure, the examples run, and every style has its page.
 
-`python tests/docs/test_styles_docs.py` writes the tables anew.
+`make tables` writes the tables anew.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.laws import ints, rand
-from test_parallel_collectives import MLP, Attention, sent
-from test_parallel_packed import Attention as PackedAttention
-from test_parallel_styles import on_ranks
+from helpers.modules import MLP, Attention, PackedAttention
+from helpers.parallel import on_ranks, sent
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, parallel

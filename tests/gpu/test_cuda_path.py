@@ -9,17 +9,16 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.comm_cases import every, exercise_movement, exercise_reductions
 from helpers.gloo_ranks import run_ranks
-from test_comm import every, exercise_movement, exercise_reductions
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from helpers.launches import Call, Recorder, on_rank, played
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,77 +31,6 @@ from dtensor.redistribute.plan import plan_reshard
 from dtensor.spec import Spec, contiguous_stride
 
 R = Replicate()
-
-
-class Call(NamedTuple):
-    """One collective as a rank issued it. `now`: queued on the current stream (asyncOp off)."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    dtype: torch.dtype
-    sent: tuple[int, ...]
-    splits: tuple[tuple[int, ...], tuple[int, ...]]
-    now: bool
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down the collectives that are issued inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        space, name = func._schema.name.split("::")
-        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
-            given = dict(zip([a.name for a in func._schema.arguments], args)) | (kwargs or {})
-            defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-            self.calls.append(self._call(space, name, defaults | given))
-            args = self._fed(name, list(args))
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _fed(name: str, args: list[Any]) -> list[Any]:
-        """torch's fake groups fill what arrives with what leaves, so of that there must be something."""
-        at = {"alltoall_base_": (1, 4), "all_to_all_single": (0, 2)}.get(name)
-        if at is not None and not args[at[0]].numel():
-            args[at[0]], args[at[1]] = args[at[0]].new_ones(1), [1] + [0] * (len(args[at[1]]) - 1)
-        return args
-
-    def _call(self, space: str, name: str, given: dict[str, Any]) -> Call:
-        group = given.get("group_name") or given.get("process_group")
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
-        else:
-            group = dist.ProcessGroup.unbox(group)
-        tensors = next(
-            v for k, v in given.items() if k in ("input", "input_tensor", "input_tensors", "tensors", "inputs")
-        )
-        while isinstance(tensors, (list, tuple)):
-            tensors = tensors[0]
-        splits = tuple(tuple(given.get(f"{side}_split_sizes") or ()) for side in ("output", "input"))
-        kinds = {
-            "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
-            "alltoall_base_": "all_to_all", "all_gather_into_tensor": "all_gather", "broadcast_": "broadcast",
-            "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
-            "reduce_scatter_": "reduce_scatter",
-        }  # fmt: skip
-        now = space == "c10d" and given.get("async_op", given.get("asyncOp")) is False
-        ranks = tuple(dist.get_process_group_ranks(group))
-        return Call(kinds.get(name, name), ranks, tensors.dtype, tuple(tensors.shape), splits, now)
-
-
-@contextmanager
-def on_rank(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a world that carries nothing, whose tensors are on a device with streams."""
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    before = comm_sent.in_queue
-    comm_sent.in_queue = eager
-    try:
-        yield
-    finally:
-        comm_sent.in_queue = before
-        dist.destroy_process_group()
 
 
 def layouts(axes: int) -> list[tuple[Placement, ...]]:
@@ -119,16 +47,6 @@ def moves(axes: int, most: int, pending: bool = False) -> list[tuple[tuple[Place
     ]  # fmt: skip
     random.Random(axes).shuffle(found)
     return found[:most]
-
-
-def played(shape: tuple[int, ...], body: Callable[[Any], Any]) -> list[Any]:
-    """`body(mesh)` as every rank in turn."""
-    world = torch.Size(shape).numel()
-    out = []
-    for rank in range(world):
-        with on_rank(rank, world):
-            out.append(body(init_device_mesh("cpu", shape, mesh_dim_names=tuple("xyz"[: len(shape)]))))
-    return out
 
 
 def intended(plan: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gloo_ranks import run_ranks
-from helpers.launches import Group, NothingRead, as_on_gpus, move, recorded
-from test_cuda_path import R, on_rank, played
+from helpers.launches import Group, NothingRead, R, as_on_gpus, move, on_rank, played, recorded
 
 from dtensor import DTensor, Partial, Placement, Shard, init_device_mesh, simulate
 from dtensor.comm import pending as comm_sent

@@ -1,5 +1,6 @@
-"""What stands in the place of NCCL's grouped launches in tests without a GPU.
+"""A world of GPUs without one: what its ranks issue, recorded; what stands in the place of NCCL's grouped launches.
 
+`Recorder` writes down collectives, `played` runs a function as every rank of a world that carries nothing.
 `Group` takes down what it is asked between start and end and only then carries it out; `NothingRead` fails where
 something is read before; `as_on_gpus` has CPU tensors taken for those of a device with streams.
 """
@@ -9,13 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor import DTensor, Placement, Replicate
+from dtensor import DTensor, Placement, Replicate, init_device_mesh
 from dtensor.comm import pending as comm_sent
 from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.wire import eager
@@ -25,6 +27,87 @@ from dtensor.redistribute.executor import coalescing as together
 from dtensor.spec import Spec
 
 R = Replicate()
+
+
+class Call(NamedTuple):
+    """One collective as a rank issued it. `now`: queued on the current stream (asyncOp off)."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
+    sent: tuple[int, ...]
+    splits: tuple[tuple[int, ...], tuple[int, ...]]
+    now: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the collectives that are issued inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, name = func._schema.name.split("::")
+        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            given = dict(zip([a.name for a in func._schema.arguments], args)) | (kwargs or {})
+            defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+            self.calls.append(self._call(space, name, defaults | given))
+            args = self._fed(name, list(args))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _fed(name: str, args: list[Any]) -> list[Any]:
+        """torch's fake groups fill what arrives with what leaves, so of that there must be something."""
+        at = {"alltoall_base_": (1, 4), "all_to_all_single": (0, 2)}.get(name)
+        if at is not None and not args[at[0]].numel():
+            args[at[0]], args[at[1]] = args[at[0]].new_ones(1), [1] + [0] * (len(args[at[1]]) - 1)
+        return args
+
+    def _call(self, space: str, name: str, given: dict[str, Any]) -> Call:
+        group = given.get("group_name") or given.get("process_group")
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)
+        else:
+            group = dist.ProcessGroup.unbox(group)
+        tensors = next(
+            v for k, v in given.items() if k in ("input", "input_tensor", "input_tensors", "tensors", "inputs")
+        )
+        while isinstance(tensors, (list, tuple)):
+            tensors = tensors[0]
+        splits = tuple(tuple(given.get(f"{side}_split_sizes") or ()) for side in ("output", "input"))
+        kinds = {
+            "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+            "alltoall_base_": "all_to_all", "all_gather_into_tensor": "all_gather", "broadcast_": "broadcast",
+            "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
+            "reduce_scatter_": "reduce_scatter",
+        }  # fmt: skip
+        now = space == "c10d" and given.get("async_op", given.get("asyncOp")) is False
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return Call(kinds.get(name, name), ranks, tensors.dtype, tuple(tensors.shape), splits, now)
+
+
+@contextmanager
+def on_rank(rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of a world that carries nothing, whose tensors are on a device with streams."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    before = comm_sent.in_queue
+    comm_sent.in_queue = eager
+    try:
+        yield
+    finally:
+        comm_sent.in_queue = before
+        dist.destroy_process_group()
+
+
+def played(shape: tuple[int, ...], body: Callable[[Any], Any]) -> list[Any]:
+    """`body(mesh)` as every rank in turn."""
+    world = torch.Size(shape).numel()
+    out = []
+    for rank in range(world):
+        with on_rank(rank, world):
+            out.append(body(init_device_mesh("cpu", shape, mesh_dim_names=tuple("xyz"[: len(shape)]))))
+    return out
 
 
 class Ended:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.laws import ints, make, rand
-from test_parallel_collectives import Block
-from test_parallel_styles import same, seeded
+from helpers.modules import Block
+from helpers.parallel import same, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate

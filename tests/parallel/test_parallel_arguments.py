@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.laws import rand
-from test_parallel_styles import on_ranks, same
+from helpers.parallel import on_ranks, same
 from torch import nn
 
 from dtensor import (

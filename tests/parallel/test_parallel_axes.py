@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.laws import rand
-from test_parallel_styles import STYLES, mlp, same, seeded
+from helpers.modules import mlp
+from helpers.parallel import STYLES, same, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, simulate

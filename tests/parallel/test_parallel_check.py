@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.laws import rand
+from helpers.parallel import on_ranks, seeded, sent
+from helpers.plan_rows import ROWS, Row
 from helpers.suggest_models import Llama
-from test_parallel_collectives import ROWS, Row, sent
-from test_parallel_styles import on_ranks, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate

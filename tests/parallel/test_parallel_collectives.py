@@ -2,151 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
-import torch
 from helpers.laws import ints, rand
-from test_parallel_styles import on_ranks
-from torch import nn
+from helpers.parallel import on_ranks, sent
+from helpers.plan_rows import ROWS, Row
 
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from dtensor import DeviceMesh, DTensor
 from dtensor.debug import CommDebugMode
 from dtensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
-
-R, P, S, C, W = Replicate(), Partial(), Shard, ColwiseParallel, RowwiseParallel
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).relu())
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o(self.q(x) * self.k(x) + self.v(x))
-
-
-class Block(nn.Module):
-    """A transformer block: attention and MLP, each behind a norm and beside a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.att, self.norm2, self.mlp = nn.LayerNorm(16), Attention(), nn.LayerNorm(16), MLP()
-
-    def forward(self, x: Any) -> Any:
-        x = x + self.att(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-def linear() -> nn.Module:
-    return nn.Linear(16, 16)
-
-
-def embedding() -> nn.Module:
-    return nn.Embedding(32, 16)
-
-
-def move(a: Placement, b: Placement, out: bool) -> Any:
-    if out:
-        return PrepareModuleOutput(output_layouts=a, desired_output_layouts=b)
-    return PrepareModuleInput(input_layouts=a, desired_input_layouts=b)
-
-
-@dataclass
-class Row:
-    """`init`, `forward`, `backward` count collectives as "scatter 2, all_reduce 1"; `x` is the dim x is cut on."""
-
-    make: Callable[[], nn.Module]
-    plan: Any
-    x: int | None
-    init: str
-    forward: str
-    out: tuple[int, ...]
-    backward: str
-    grads: tuple[Placement | None, ...]
-
-
-WHOLE, SEQ, CUT = (2, 8, 16), (2, 2, 16), (2, 8, 4)
-SS, SR = (S(0), S(0)), (S(1), R)
-ROWS: dict[str, Row] = {
-    "Colwise": Row(linear, C(), None, "scatter 2", "", CUT, "all_reduce 1", SS),
-    "Colwise input S1": Row(linear, C(input_layouts=S(1)), 1, "scatter 2", "all_gather 1", CUT, "reduce_scatter 1", SS),
-    "Colwise output R": Row(linear, C(output_layouts=R), None, "scatter 2", "all_gather 1", WHOLE, "all_reduce 1", SS),
-    "Colwise output S1": Row(
-        linear, C(output_layouts=S(1)), None, "scatter 2", "all_to_all 1", SEQ, "all_reduce 1, all_to_all 1", SS),
-    "Rowwise": Row(linear, W(), 2, "broadcast 1, scatter 1", "all_reduce 1", WHOLE, "", SR),
-    "Rowwise output S1": Row(
-        linear, W(output_layouts=S(1)), 2, "broadcast 1, scatter 1", "reduce_scatter 1", SEQ, "all_gather 1", SR),
-    "Rowwise input R": Row(
-        linear, W(input_layouts=R), None, "broadcast 1, scatter 1", "all_reduce 1", WHOLE, "all_gather 1", SR),
-    "Rowwise input S1": Row(
-        linear, W(input_layouts=S(1)), 1, "broadcast 1, scatter 1", "all_reduce 1, all_to_all 1", WHOLE,
-        "all_to_all 1", SR),
-    "MLP": Row(MLP, {"a": C(), "b": W()}, None, "broadcast 1, scatter 3", "all_reduce 1", WHOLE, "all_reduce 1",
-               (*SS, *SR)),
-    "MLP of a sequence": Row(
-        MLP, {"a": C(input_layouts=S(1)), "b": W(output_layouts=S(1))}, 1, "broadcast 1, scatter 3",
-        "all_gather 1, reduce_scatter 1", SEQ, "all_gather 1, reduce_scatter 1", (*SS, *SR)),
-    "attention": Row(
-        Attention, {"[qkv]": C(), "o": W()}, None, "broadcast 1, scatter 7", "all_reduce 1", WHOLE, "all_reduce 1",
-        (*SS, *SS, *SS, *SR)),
-    "block": Row(
-        Block, {"att.[qkv]": C(), "att.o": W(), "mlp.a": C(), "mlp.b": W()}, None, "broadcast 2, scatter 10",
-        "all_reduce 2", WHOLE, "all_reduce 2", (None, None, *SS, *SS, *SS, *SR, None, None, *SS, *SR)),
-    "block of a sequence": Row(
-        Block, {"norm?": SequenceParallel(), "att": move(S(1), R, False), "att.[qkv]": C(),
-                "att.o": W(output_layouts=S(1)), "mlp.a": C(input_layouts=S(1)), "mlp.b": W(output_layouts=S(1))}, 1,
-        "broadcast 2, scatter 10", "all_gather 2, reduce_scatter 2", SEQ, "all_gather 2, reduce_scatter 2",
-        (P, P, *SS, *SS, *SS, *SR, P, P, *SS, *SR)),
-    "block of a sequence, gathered by each": Row(
-        Block, {"norm?": SequenceParallel(), "att.[qkv]": C(), "att.o": W(output_layouts=S(1)), "mlp.a": C(),
-                "mlp.b": W(output_layouts=S(1))}, 1, "broadcast 2, scatter 10", "all_gather 2, reduce_scatter 2", SEQ,
-        "all_gather 2, reduce_scatter 2", (P, P, *SS, *SS, *SS, *SR, P, P, *SS, *SR)),
-    "LayerNorm": Row(lambda: nn.LayerNorm(16), SequenceParallel(), 1, "", "", SEQ, "", (P, P)),
-    "RMSNorm": Row(lambda: nn.RMSNorm(16), SequenceParallel(), 1, "", "", SEQ, "", (P,)),
-    "Dropout": Row(nn.Dropout, SequenceParallel(), 1, "", "", SEQ, "", ()),
-    "Embedding Colwise": Row(embedding, C(), None, "scatter 1", "", CUT, "", (S(1),)),
-    "Embedding Colwise R": Row(embedding, C(output_layouts=R), None, "scatter 1", "all_gather 1", WHOLE, "", (S(1),)),
-    "Embedding Rowwise R": Row(embedding, W(input_layouts=R), None, "scatter 1", "all_reduce 1", WHOLE, "", (S(0),)),
-    "Embedding Rowwise S1": Row(
-        embedding, W(input_layouts=R, output_layouts=S(1)), None, "scatter 1", "reduce_scatter 1", SEQ, "all_gather 1",
-        (S(0),)),
-    "Embedding Rowwise": Row(embedding, W(), 1, "scatter 1", "all_gather 1, all_reduce 1", WHOLE, "", (S(0),)),
-    "head": Row(
-        lambda: nn.Linear(16, 32, bias=False), C(input_layouts=S(1), use_local_output=False), 1, "scatter 1",
-        "all_gather 1", (2, 8, 8), "reduce_scatter 1", (S(0),)),
-    "input S1 to R": Row(nn.Identity, move(S(1), R, False), 1, "", "all_gather 1", WHOLE, "", ()),
-    "input R to S1": Row(nn.Identity, move(R, S(1), False), None, "", "", SEQ, "all_gather 1", ()),
-    "input S1 to S2": Row(nn.Identity, move(S(1), S(2), False), 1, "", "all_to_all 1", CUT, "all_to_all 1", ()),
-    "output R to S1": Row(nn.Identity, move(R, S(1), True), None, "", "", SEQ, "all_gather 1", ()),
-    "output S1 to R": Row(nn.Identity, move(S(1), R, True), 1, "", "all_gather 1", WHOLE, "", ()),
-    "output P to S1": Row(nn.Identity, move(P, S(1), True), None, "", "reduce_scatter 1", SEQ, "all_gather 1", ()),
-}  # fmt: skip
-
-
-def sent(mode: CommDebugMode) -> str:
-    names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
-             "all_to_all_single": "all_to_all", "scatter_": "scatter"}  # fmt: skip
-    counts = {str(k).rpartition(".")[2]: n for k, n in mode.get_comm_counts().items()}
-    return ", ".join(f"{k} {n}" for k, n in sorted((names.get(k, k), n) for k, n in counts.items()))
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.gloo_ranks import run_ranks
 from helpers.laws import rand
-from test_parallel_packed import Attention
-from test_parallel_styles import mlp, same, seeded
+from helpers.modules import PackedAttention, mlp
+from helpers.parallel import same, seeded
 from torch import nn
 
 from dtensor import init_device_mesh
@@ -46,7 +46,7 @@ def case_suggested(rank: int, world: int) -> None:
 
 def case_packed(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    ref = seeded(lambda: Attention(8, 4, 2))
+    ref = seeded(lambda: PackedAttention(8, 4, 2))
     plan = {"qkv": PackedColwiseParallel((16, 8, 8), unit=2), "o": RowwiseParallel()}
     agree(parallelize_module(copy.deepcopy(ref), mesh, plan), ref, rand(2, 3, 8))
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.laws import rand
-from test_parallel_styles import grads_match, mlp, on_ranks, same, seeded
+from helpers.modules import mlp
+from helpers.parallel import grads_match, on_ranks, same, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.laws import ints, rand
-from test_parallel_styles import grads_match, kinds, mlp, on_ranks, same, seeded
+from helpers.modules import mlp
+from helpers.parallel import grads_match, kinds, on_ranks, same, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate

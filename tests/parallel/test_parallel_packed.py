@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.laws import rand
-from test_parallel_styles import grads_match, kinds, on_ranks, same, seeded, whole
+from helpers.modules import PackedAttention
+from helpers.parallel import grads_match, kinds, on_ranks, same, seeded, whole
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard
@@ -25,25 +25,7 @@ from dtensor.parallel import (
 from dtensor.placement import StridedShard
 
 
-class Attention(nn.Module):
-    """`heads` query heads and twice `kv` of keys and values, of width `e`, from one layer."""
-
-    def __init__(self, heads: int, kv: int, e: int, bias: bool = True) -> None:
-        super().__init__()
-        self.heads, self.kv, self.e = heads, kv, e
-        self.qkv = nn.Linear(8, (heads + 2 * kv) * e, bias=bias)
-        self.o = nn.Linear(heads * e, 8, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.qkv(x)
-        each = y.shape[-1] / (self.heads + 2 * self.kv)
-        parts = y.split([round(each * n) for n in (self.heads, self.kv, self.kv)], -1)
-        q, k, v = (z.unflatten(-1, (-1, self.e)).transpose(1, 2) for z in parts)
-        k, v = (z.repeat_interleave(self.heads // self.kv, 1) for z in (k, v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
-
-
-def plan(net: Attention, local: bool) -> dict[str, Any]:
+def plan(net: PackedAttention, local: bool) -> dict[str, Any]:
     sizes = [n * net.e for n in (net.heads, net.kv, net.kv)]
     return {"qkv": PackedColwiseParallel(sizes, unit=net.e, use_local_output=local), "o": RowwiseParallel()}
 
@@ -57,7 +39,7 @@ def test_packed_attention(heads: int, kv: int, e: int, ranks: int, local: bool) 
     bias = heads != 8
 
     def f(mesh: DeviceMesh) -> None:
-        ref = seeded(lambda: Attention(heads, kv, e, bias))
+        ref = seeded(lambda: PackedAttention(heads, kv, e, bias))
         net = parallelize_module(copy.deepcopy(ref), mesh, plan(ref, local))  # type: ignore[arg-type]
         x, y = rand(2, 3, 8).requires_grad_(), rand(2, 3, 8).requires_grad_()
         with CommDebugMode() as forward:

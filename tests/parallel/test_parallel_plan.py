@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.laws import ints, rand
-from test_parallel_styles import grads_match, mlp, on_ranks, same, seeded
+from helpers.modules import Stack, Tied, mlp
+from helpers.parallel import grads_match, on_ranks, same, seeded
 from torch import nn
 
 import dtensor
@@ -17,19 +18,6 @@ from dtensor.debug import CommDebugMode
 from dtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 R = Replicate()
-
-
-class Stack(nn.Module):
-    def __init__(self, n: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)}) for _ in range(n)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer["down"](layer["up"](x).relu())  # type: ignore[index]
-        return x
 
 
 def sharded(net: nn.Module) -> set[str]:
@@ -160,16 +148,6 @@ def test_whose_values_count(path: str | None) -> None:
             assert (mode.get_total_counts() == 0) == (src is None)
 
     on_ranks(f)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, t: torch.Tensor) -> torch.Tensor:
-        return self.head(self.emb(t))  # type: ignore[no-any-return]
 
 
 def test_a_shared_parameter_stays_shared() -> None:

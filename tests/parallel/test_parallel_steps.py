@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.laws import rand
-from test_parallel_styles import grads_match, mlp, on_ranks, same
+from helpers.modules import mlp
+from helpers.parallel import grads_match, on_ranks, same
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.laws import ints, rand
+from helpers.modules import mlp
+from helpers.parallel import STYLES, grads_match, kinds, on_ranks, same, seeded
 from torch import nn
 
 import dtensor
@@ -25,43 +27,6 @@ from dtensor.parallel import (
 )
 
 R = Replicate()
-
-
-def on_ranks(f: Callable[[DeviceMesh], object], n: int = 4) -> list[object]:
-    return dtensor.simulate(n)(lambda: f(init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))))
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.testing.assert_close(whole(a), whole(b), rtol=1e-4, atol=1e-5)
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same module on every rank: they share one generator, so the numbers are put in by hand."""
-    module = make()
-    with torch.no_grad():
-        for i, p in enumerate(module.parameters()):
-            p.copy_(rand(*p.shape, seed=i) / 3)
-    return module
-
-
-def grads_match(ref: nn.Module, net: nn.Module) -> None:
-    for (name, p), q in zip(ref.named_parameters(), net.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None and q.grad is not None:
-            assert isinstance(q.grad, DTensor)
-            same(q.grad, p.grad)
-
-
-def mlp(i: int, h: int, o: int, bias: bool = True) -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(i, h, bias=bias), nn.GELU(), nn.Linear(h, o, bias=bias)))
-
-
-def kinds(mode: CommDebugMode) -> dict[str, int]:
-    return {str(k).split(".")[-1]: n for k, n in mode.get_comm_counts().items()}
 
 
 @pytest.mark.parametrize("hidden", [16, 10, 5, 3, 1])
@@ -277,16 +242,6 @@ def test_errors(error: type[Exception], text: str, call: Callable[[DeviceMesh], 
             call(mesh)
 
     on_ranks(f)
-
-
-STYLES: list[ParallelStyle] = [
-    ColwiseParallel(),
-    RowwiseParallel(),
-    SequenceParallel(),
-    PrepareModuleInput(input_layouts=R, desired_input_layouts=R),
-    PrepareModuleOutput(output_layouts=R, desired_output_layouts=R),
-    PrepareModuleInputOutput(output_layouts=R, desired_output_layouts=R),
-]
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: type(s).__name__)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.laws import ints, rand
+from helpers.parallel import on_ranks, same, seeded
 from helpers.suggest_models import (
     GPT,
     VOCABULARY,
@@ -21,7 +22,6 @@ from helpers.suggest_models import (
     TwoOutputs,
     ViTAttention,
 )
-from test_parallel_styles import on_ranks, same, seeded
 from torch import nn
 
 import dtensor

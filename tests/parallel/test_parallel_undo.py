@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.laws import ints, rand
-from test_parallel_plan import Stack, Tied
-from test_parallel_styles import mlp, on_ranks, same, seeded
+from helpers.modules import Stack, Tied, mlp
+from helpers.parallel import on_ranks, same, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_module

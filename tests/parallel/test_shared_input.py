@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.laws import make, rand
-from test_parallel_collectives import sent
-from test_parallel_styles import grads_match, on_ranks, same, seeded
+from helpers.parallel import grads_match, on_ranks, same, seeded, sent
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

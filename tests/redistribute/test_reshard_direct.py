@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gloo_ranks import run_ranks
+from helpers.peak import allocated
 from helpers.reshard_cases import Layout, local_of, numbers, shard_of, spec_of
-from test_reshard_run import allocated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
