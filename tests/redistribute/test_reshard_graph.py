@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.layout_graph import draw, layout_graph, shortest
 
 from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute.cost_model import CostModel, use_cost_model
 from dtensor.redistribute.plan import plan_reshard
-from dtensor.redistribute.planner.graph import draw, layout_graph, shortest
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 
