@@ -50,7 +50,7 @@ differ in speed or a launch costs less than the hops of a large group. The best 
 axis from the fast links to the slow ones and back, is then improved by a best-first search over the orders, if what
 must be received leaves room for that. An axis only ever has its placement of `src`, of `dst`, R, or one even shard; the
 search looks at a number of steps that is fixed by the number of axes, so it ends soon, everywhere with the same plan.
-The graph of all layouts (`tests/layout_graph.py`, networkx) is the reference that both are tested against.
+The graph of all layouts (`tests/helpers/layout_graph.py`, networkx) is the reference that both are tested against.
 
 Towards Partial. The engine itself asks for it (a user may not): the last step. A shard becomes a summand where it is;
 otherwise the tensor is brought to R on those axes and then split.
