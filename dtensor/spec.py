@@ -43,14 +43,14 @@ Interval = tuple[int, int]
 Cut = tuple[int, int, int]
 """One placement on a dim: size of the axis, position on it, split factor (0 for a plain shard)."""
 
-_SHORT = {
+SHORT_DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
     torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 WEIGHTED = "weighted avg"
 """The reduction of results that wait for their collective (`dtensor.rules.deferred`)."""
-_LONG = {short: dtype for dtype, short in _SHORT.items()}
+_LONG = {short: dtype for dtype, short in SHORT_DTYPES.items()}
 
 
 class TensorMeta(NamedTuple):
@@ -389,7 +389,7 @@ class Spec:
                 dims[p.dim] += f":{p.split_factor}" if isinstance(p, StridedShard) else ""
             elif isinstance(p, Partial):
                 pending.append(f"{'P' if p.reduce_op == 'sum' else p}:{name}")
-        short = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        short = SHORT_DTYPES.get(self.dtype, str(self.dtype).removeprefix("torch."))
         return f"{short}[{','.join(dims)}]" + (f"{{{','.join(pending)}}}" if pending else "")
 
     def __repr__(self) -> str:

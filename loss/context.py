@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch.nn import _reduction as _Reduction
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from dtensor import DTensor, Partial, Placement, Replicate, Shard
 from dtensor.errors import short
-from dtensor.placement import StridedShard
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.spec import Spec
+from dtensor.tensor import DTensor
 
 from .cross_entropy import cross_entropy
 from .layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved

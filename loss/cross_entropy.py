@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from dtensor import DTensor, Replicate
+from dtensor.placement import Replicate
 from dtensor.propagation_rules.classes import check_targets
 from dtensor.propagation_rules.loss import accumulation_dtype
 from dtensor.rules.kernel import looks_at_values
+from dtensor.tensor import DTensor
 
 from . import kernels as _kernels
 from . import probabilities as _probabilities

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.errors import short
-from dtensor.placement import StridedShard
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate, Shard, StridedShard
 from dtensor.propagation_rules.loss import accumulation_dtype
+from dtensor.tensor import DTensor
 
 from .cross_entropy import totals_of
 

@@ -27,10 +27,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.errors import short
-from dtensor.placement import StridedShard
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate, Shard, StridedShard
 from dtensor.propagation_rules.loss import accumulation_dtype
+from dtensor.tensor import DTensor
 
 from . import linear_kernels as _kernels
 from .cross_entropy import autocast_dtype, in_parts, mean_of, settled_total

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 from dtensor.errors import short
+from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.tensor import DTensor
 
 from .compare import Checks
 

@@ -21,16 +21,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from dtensor import DeviceMesh
 from dtensor.errors import expect
+from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
 
 from .axis import Others
 from .plan import Plan, entries, find, parallelize_module
-from .rehearsal import Call, Example, Rehearsal, Sent, Stage, rehearse
+from .rehearsal import Call, Example, Rehearsal, Sent, Stage, needs_values, rehearse
 from .style import ParallelStyle
+from .trial import other_meaning
 
 __all__ = ["PlanCheck", "Row", "check_plan", "try_plan"]
 
@@ -138,8 +138,6 @@ def check_plan(
     idle = tuple(name for name in there if not ran & set(found[name]))
     error = "" if run.error is None else f"{run.error[0] or 'the model'}: {type(run.error[1]).__name__}: {run.error[1]}"
     if not error:
-        from .trial import other_meaning
-
         error = other_meaning(model, there, as_mesh(mesh), example, axis, others)
     return PlanCheck(
         tuple(_rows(run.calls, there, found)), missing, idle, error,
@@ -166,12 +164,6 @@ def try_plan(
         if run.error is None or stage.values or not needs_values(model, run.error[1]):
             break
     return run, ("forward reads values: it was run on CPU, with zeros for what others would send",) * stage.values
-
-
-def needs_values(model: nn.Module, error: BaseException) -> bool:
-    """True where `error` says that a fake tensor has no value, and the model has values."""
-    unreal = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-    return unreal and not any(p.is_meta for p in model.parameters())
 
 
 # ------------------------------------------------------------ rows

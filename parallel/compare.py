@@ -22,8 +22,9 @@ from typing import Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dtensor import DeviceMesh, Placement, Replicate
 from dtensor.errors import CollectiveError, short
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate
 
 __all__ = ["Checks", "check_mode", "checking", "compare_inputs", "digest", "set_check_inputs"]
 

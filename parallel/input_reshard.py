@@ -24,10 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Replicate, Shard
 from dtensor.dispatch.materialized import Watch, memory_version
 from dtensor.errors import SEE_INPUTS, expect, short
+from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
+from dtensor.placement import Replicate, Shard
+from dtensor.tensor import DTensor
 
 from .compare import digest
 

@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dtensor import DTensor, Placement, Replicate, Shard
+from dtensor.placement import Placement, Replicate, Shard
 from dtensor.strides import stride_like
+from dtensor.tensor import DTensor
 
 from .axis import StyleAxis
 from .undo import full

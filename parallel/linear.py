@@ -17,7 +17,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.tensor import DTensor
 
 from .axis import StyleAxis
 from .kinds import Kind, kind_of

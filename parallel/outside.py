@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from dtensor import DTensor
 from dtensor.errors import LayoutError, NoRuleError, bounded, listed
+from dtensor.tensor import DTensor
 
 from .undo import PATH, STYLES
 

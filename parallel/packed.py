@@ -21,9 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Placement, Shard
 from dtensor.errors import expect, short
-from dtensor.placement import StridedShard
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Shard, StridedShard
+from dtensor.tensor import DTensor
 
 from .joined import keep_parts, put_together, running_order, split_output
 from .kinds import Kind

@@ -14,10 +14,12 @@ from typing import cast
 
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate
 from dtensor.distribute import Owned, guard_state, owned_parameters, replacing
 from dtensor.errors import expect, listed, short
+from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
+from dtensor.placement import Placement, Replicate
+from dtensor.tensor import DTensor
 
 from .axis import Others
 from .compare import Checks, check_mode

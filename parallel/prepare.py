@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, Placement
 from dtensor.errors import expect
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement
 
 from .axis import StyleAxis
 from .steps import InputSteps, OutputSteps, replaced

@@ -23,13 +23,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from dtensor import DeviceMesh, DTensor, init_device_mesh
 from dtensor.comm.communicator import observers
+from dtensor.mesh import DeviceMesh, init_device_mesh
 from dtensor.simulation.simulate import fake_world
+from dtensor.tensor import DTensor
 
-__all__ = ["Call", "Example", "Rehearsal", "Sent", "Stage", "leaves", "map_tensors", "rehearse", "split_example"]
+__all__ = [
+    "Call", "Example", "Rehearsal", "Sent", "Stage", "leaves", "map_tensors", "needs_values", "rehearse",
+    "split_example",
+]  # fmt: skip
 
 _log = logging.getLogger("torch._subclasses.fake_tensor")
 """Where torch writes what fails on fake tensors; here failures are answers."""
@@ -149,6 +153,12 @@ def leaves(x: object) -> Iterator[torch.Tensor]:
     elif isinstance(x, (list, tuple)):
         for v in x:
             yield from leaves(v)
+
+
+def needs_values(model: nn.Module, error: BaseException) -> bool:
+    """True where `error` says that a fake tensor has no value, and the model has values."""
+    unreal = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    return unreal and not any(p.is_meta for p in model.parameters())
 
 
 def rehearse(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module
+from dtensor.distribute import distribute_module
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.tensor import DTensor
 
 from .steps import SequenceSteps, replaced
 from .style import ParallelStyle, arranged, check_fresh, on_input, on_output

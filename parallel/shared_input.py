@@ -35,8 +35,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dtensor import DTensor
 from dtensor.dispatch.materialized import Watch, memory_version
+from dtensor.tensor import DTensor
 
 __all__ = ["LIMIT", "share_inputs", "shared"]
 

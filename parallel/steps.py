@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from dtensor.distribute import distribute_module, distribute_tensor
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.tensor import DTensor
 
 __all__ = ["InputSteps", "OutputSteps", "SequenceSteps", "WeightSteps", "replaced"]
 

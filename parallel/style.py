@@ -16,10 +16,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from dtensor.distribute import distribute_module, distribute_tensor
 from dtensor.errors import SEE_INPUTS, short
-from dtensor.placement import StridedShard
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.strides import stride_like
+from dtensor.tensor import DTensor
 
 from .axis import Others, StyleAxis, style_axis
 from .compare import Checks, checking, compare_inputs

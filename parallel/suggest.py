@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh, Replicate
 from dtensor.errors import expect
+from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
+from dtensor.placement import Replicate
 
 from .axis import Others, style_axis
 from .groups import alike, groups_of, names_of, pattern

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dtensor import DTensor
+from dtensor.tensor import DTensor
 
 from .kinds import kind_of
 from .rehearsal import leaves

@@ -20,16 +20,15 @@ from copy import copy
 import torch
 from torch import nn
 
-from dtensor import DeviceMesh
 from dtensor.experimental import implicit_replication
+from dtensor.mesh import DeviceMesh
 
 from .axis import Others
-from .check import needs_values
 from .groups import Group, names_of, pattern
 from .linear import ColwiseParallel, RowwiseParallel
 from .packed import PackedColwiseParallel
 from .plan import find, parallelize_module
-from .rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, rehearse, split_example
+from .rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, needs_values, rehearse, split_example
 from .sequence import SequenceParallel
 from .style import ParallelStyle
 from .trace import Layer, Trace, called

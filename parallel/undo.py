@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from dtensor import DTensor
 from dtensor.distribute import owned_parameters, replacing, unguard_state
+from dtensor.tensor import DTensor
 
 from .style import APPLIED, ParallelStyle
 

@@ -13,7 +13,6 @@ rank of a simulated world is a thread, so there too a mode sees one rank.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,24 +25,11 @@ from dtensor.comm.communicator import observers
 from dtensor.debug import report
 from dtensor.debug.collectives import Collective, CommCounts, classify
 from dtensor.debug.module_tree import OUTSIDE, ModuleTree
+from dtensor.debug.report import Event
 from dtensor.placement import Placement
 from dtensor.tensor import DTensor
 
 __all__ = ["CommDebugMode", "Event"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened: an operator, and the collective that it was, if any.
-
-    `layouts` holds the layouts of DTensor arguments, () for an operator on plain tensors.
-    """
-
-    name: str
-    module: str
-    backward: bool
-    collective: Collective | None
-    layouts: tuple[str, ...]
 
 
 class CommDebugMode(TorchDispatchMode):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from torch import nn
 
+from dtensor.debug.collectives import Collective
 from dtensor.debug.module_tree import OUTSIDE, ModuleTree
 from dtensor.tensor import DTensor
 
-if TYPE_CHECKING:
-    from dtensor.debug.comm_mode import Event
-
-__all__ = ["as_json", "table"]
+__all__ = ["Event", "as_json", "table"]
 
 Parameters = Mapping[str, Mapping[str, nn.Parameter]]
 
@@ -27,6 +25,20 @@ TRIVIAL = frozenset({
     "aten.narrow.default", "aten.zeros_like.default", "aten.ones_like.default",
 })  # fmt: skip
 """Operators that compute nothing: left out below noise level 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened: an operator, and the collective that it was, if any.
+
+    `layouts` holds the layouts of DTensor arguments, () for an operator on plain tensors.
+    """
+
+    name: str
+    module: str
+    backward: bool
+    collective: Collective | None
+    layouts: tuple[str, ...]
 
 
 def _shown(event: Event, noise_level: int) -> bool:

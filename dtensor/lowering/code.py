@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.spec import _SHORT
+from dtensor.spec import SHORT_DTYPES
 
 __all__ = ["as_function", "drop_unused", "simplify", "totals", "written_out"]
 
@@ -167,7 +167,7 @@ def as_function(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> Calla
 def short(t: Any) -> str:
     """dtype, shape and bytes of one local tensor, or of several."""
     if isinstance(t, torch.Tensor):
-        name = _SHORT.get(t.dtype, str(t.dtype).removeprefix("torch."))
+        name = SHORT_DTYPES.get(t.dtype, str(t.dtype).removeprefix("torch."))
         return f"{name}[{','.join(map(str, t.shape))}] {size(t.numel() * t.element_size())}"
     if isinstance(t, (list, tuple)):
         return "(" + ", ".join(short(x) for x in t) + ")"

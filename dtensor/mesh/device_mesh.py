@@ -49,7 +49,7 @@ class _Active(threading.local):
         self.stack: list[DeviceMesh] = []
 
 
-_active = _Active()
+active_meshes = _Active()
 
 
 class DeviceMesh(MeshGroups):
@@ -373,18 +373,18 @@ class DeviceMesh(MeshGroups):
     @staticmethod
     def current() -> DeviceMesh:
         """The mesh of the innermost `with mesh:` of this thread. Raises RuntimeError where there is none."""
-        if not _active.stack:
+        if not active_meshes.stack:
             raise RuntimeError("No device mesh is currently active!\n  fix: pass a mesh, or call inside `with mesh:`")
-        return _active.stack[-1]
+        return active_meshes.stack[-1]
 
     def __enter__(self) -> DeviceMesh:
-        _active.stack.append(self)
+        active_meshes.stack.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.stack.pop()
+        active_meshes.stack.pop()
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         root = self._get_root_mesh()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtensor import distribute as api
-from dtensor.mesh.device_mesh import DeviceMesh, _active
+from dtensor.mesh.device_mesh import DeviceMesh, active_meshes
 from dtensor.placement import Placement
 from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec, TensorMeta, contiguous_stride, normalize_placements
@@ -34,7 +34,7 @@ class _MeshResources:
     @property
     def mesh_stack(self) -> list[DeviceMesh]:
         """The meshes that this thread is in, innermost last."""
-        return _active.stack
+        return active_meshes.stack
 
     def get_current_mesh(self) -> DeviceMesh:
         """The innermost mesh. Raises RuntimeError where there is none."""
