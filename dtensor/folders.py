@@ -60,11 +60,12 @@ def also_called(name: str) -> None:
     """Where a package of ours is being imported as `name`: make that another name for it and for its modules."""
     if name.startswith("dtensor."):
         return
-    package = import_module(f"dtensor.{name}")
-    for part in iter_modules(package.__path__):
-        if part.name != "__main__" and not part.ispkg:
-            sys.modules[f"{name}.{part.name}"] = import_module(f"dtensor.{name}.{part.name}")
-    sys.modules[name] = package
+    sys.modules[name] = package = import_module(f"dtensor.{name}")
+    for part in iter_modules(package.__path__, f"{name}."):
+        if part.ispkg and f"dtensor.{part.name}" in sys.modules:  # what checks the rules is loaded by those who check
+            also_called(part.name)
+        elif not part.ispkg and not part.name.endswith("__main__"):
+            sys.modules[part.name] = import_module(f"dtensor.{part.name}")
 
 
 def name_for_the_program() -> None:

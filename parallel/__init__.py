@@ -13,19 +13,24 @@ also_called(__name__)
 
 from dtensor.loss import loss_parallel
 
-from .compare import set_check_inputs
 from .input_reshard import input_reshard
-from .linear import ColwiseParallel, RowwiseParallel
-from .packed import PackedColwiseParallel
-from .plan import parallelize_module
-from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .sequence import SequenceParallel
-from .style import ParallelStyle
-from .undo import unparallelize_module
+from .planning import parallelize_module, unparallelize_module
+from .planning import plan as plan
+from .styles import (
+    ColwiseParallel,
+    PackedColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from .styles.compare import set_check_inputs
 
 if TYPE_CHECKING:
-    from .check import check_plan
-    from .suggest import suggest_plan
+    from .planning.check import check_plan
+    from .planning.suggest import suggest_plan
 
 __all__ = [
     "ColwiseParallel", "PackedColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
@@ -37,11 +42,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """`check_plan` and `suggest_plan` load when first asked for."""
     if name == "check_plan":
-        from .check import check_plan
+        from .planning.check import check_plan
 
         return check_plan
     if name == "suggest_plan":
-        from .suggest import suggest_plan
+        from .planning.suggest import suggest_plan
 
         return suggest_plan
     raise AttributeError(f"module 'dtensor.parallel' has no attribute {name!r}")

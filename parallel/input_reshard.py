@@ -31,7 +31,7 @@ from dtensor.mesh.device_mesh import as_mesh
 from dtensor.placement import Replicate, Shard
 from dtensor.tensor import DTensor
 
-from .compare import digest
+from .styles.compare import digest
 
 __all__ = ["input_reshard"]
 

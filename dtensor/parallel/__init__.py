@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from parallel import check_plan as check_plan
     from parallel import loss_parallel as loss_parallel
     from parallel import parallelize_module as parallelize_module
-    from parallel import plan as plan
     from parallel import set_check_inputs as set_check_inputs
     from parallel import suggest_plan as suggest_plan
     from parallel import unparallelize_module as unparallelize_module
     from parallel.input_reshard import input_reshard as input_reshard
+    from parallel.planning import plan as plan
 else:
     from dtensor.folders import load_beside
 

@@ -54,7 +54,7 @@ assert dtensor.simulate(1)(changed) == [(2.0, 4.0)]
 
 SHORT = """
 import parallel, loss, propagation_rules.proof.parts
-from parallel.suggest import suggest_plan
+from parallel.planning.suggest import suggest_plan
 from loss.rows import Classes
 import dtensor.parallel, dtensor.loss.rows
 from dtensor import propagation_rules as rules

@@ -25,7 +25,7 @@ from dtensor.parallel import (
     parallelize_module,
     suggest_plan,
 )
-from dtensor.parallel.rehearsal import Sent
+from dtensor.parallel.planning.rehearsal import Sent
 
 R = Replicate()
 

@@ -26,10 +26,10 @@ from dtensor.errors import expect
 from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
 
-from .axis import Others
+from ..styles.axis import Others
+from ..styles.style import ParallelStyle
 from .plan import Plan, entries, find, parallelize_module
 from .rehearsal import Call, Example, Rehearsal, Sent, Stage, needs_values, rehearse
-from .style import ParallelStyle
 from .trial import other_meaning
 
 __all__ = ["PlanCheck", "Row", "check_plan", "try_plan"]

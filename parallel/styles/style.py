@@ -28,8 +28,8 @@ from .compare import Checks, checking, compare_inputs
 from .shared_input import shared
 
 __all__ = [
-    "ParallelStyle", "arranged", "check_fresh", "check_placement", "lay_out", "on_input", "on_output", "relayout",
-    "wrap",
+    "ParallelStyle", "arranged", "check_fresh", "check_placement", "full", "lay_out", "on_input", "on_output",
+    "relayout", "wrap",
 ]  # fmt: skip
 
 APPLIED = "_distribute_module_applied"
@@ -255,3 +255,14 @@ def on_output(module: nn.Module, finish: Callable[[object], object]) -> None:
         return finish(output)
 
     module.register_forward_hook(hook)
+
+
+def full(x: DTensor) -> torch.Tensor:
+    """All elements of `x`, in memory of their own; on the meta device only the shape."""
+    with torch.no_grad():
+        x = x.detach()
+        local = x.to_local()
+        if local.is_meta:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        whole = x.full_tensor()
+        return whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole

@@ -21,11 +21,11 @@ from dtensor.mesh.device_mesh import as_mesh
 from dtensor.placement import Placement, Replicate
 from dtensor.tensor import DTensor
 
-from .axis import Others
-from .compare import Checks, check_mode
+from ..styles.axis import Others
+from ..styles.compare import Checks, check_mode
+from ..styles.shared_input import share_inputs
+from ..styles.style import ParallelStyle
 from .outside import explain_errors
-from .shared_input import share_inputs
-from .style import ParallelStyle
 from .undo import STYLES, hook_ids, note_applied
 
 __all__ = ["Plan", "find", "parallelize_module"]

@@ -23,14 +23,14 @@ from torch import nn
 from dtensor.experimental import implicit_replication
 from dtensor.mesh import DeviceMesh
 
-from .axis import Others
+from ..styles.axis import Others
+from ..styles.linear import ColwiseParallel, RowwiseParallel
+from ..styles.packed import PackedColwiseParallel
+from ..styles.sequence import SequenceParallel
+from ..styles.style import ParallelStyle
 from .groups import Group, names_of, pattern
-from .linear import ColwiseParallel, RowwiseParallel
-from .packed import PackedColwiseParallel
 from .plan import find, parallelize_module
 from .rehearsal import Example, Rehearsal, Stage, leaves, map_tensors, needs_values, rehearse, split_example
-from .sequence import SequenceParallel
-from .style import ParallelStyle
 from .trace import Layer, Trace, called
 
 __all__ = ["Trial", "other_meaning"]

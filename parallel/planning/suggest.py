@@ -1,11 +1,11 @@
 """suggest_plan: a tensor-parallel plan for a model that nobody wrote one for.
 
-The model runs once on fake tensors (`parallel.trace`), which shows what feeds what; no names are looked at. Layers
-whose outputs meet in one other layer, and go nowhere else, are cut by columns and that one by rows (`parallel.groups`):
+The model runs once on fake tensors (`trace`), which shows what feeds what; no names are looked at. Layers
+whose outputs meet in one other layer, and go nowhere else, are cut by columns and that one by rows (`groups`):
 
     q, k, v -> o        gate, up -> down        w1, w3 -> w2 of every expert        c_attn -> c_proj
 
-Whether that is right depends on what is computed between them, so each such group is tried out (`parallel.trial`).
+Whether that is right depends on what is computed between them, so each such group is tried out (`trial`).
 The token embedding is cut by rows and the head by columns. Everything else is left alone, with a note that says why.
 """
 
@@ -21,12 +21,12 @@ from dtensor.mesh import DeviceMesh
 from dtensor.mesh.device_mesh import as_mesh
 from dtensor.placement import Replicate
 
-from .axis import Others, style_axis
+from ..styles.axis import Others, style_axis
+from ..styles.linear import ColwiseParallel, RowwiseParallel
+from ..styles.style import ParallelStyle
 from .groups import alike, groups_of, names_of, pattern
-from .linear import ColwiseParallel, RowwiseParallel
 from .plan import find
 from .rehearsal import Example
-from .style import ParallelStyle
 from .trace import INPUT, Trace
 from .trial import Trial
 

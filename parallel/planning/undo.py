@@ -16,7 +16,7 @@ from torch import nn
 from dtensor.distribute import owned_parameters, replacing, unguard_state
 from dtensor.tensor import DTensor
 
-from .style import APPLIED, ParallelStyle
+from ..styles.style import APPLIED, ParallelStyle, full
 
 __all__ = ["PATH", "STYLES", "HookIds", "hook_ids", "note_applied", "unparallelize_module"]
 
@@ -100,17 +100,6 @@ def _plain_parameter(x: DTensor) -> nn.Parameter:
     if isinstance(x.grad, DTensor):
         param.grad = full(x.grad)
     return param
-
-
-def full(x: DTensor) -> torch.Tensor:
-    """All elements of `x`, in memory of their own; on the meta device only the shape."""
-    with torch.no_grad():
-        x = x.detach()
-        local = x.to_local()
-        if local.is_meta:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        whole = x.full_tensor()
-        return whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole
 
 
 def _remove_hooks(part: nn.Module) -> None:

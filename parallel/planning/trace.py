@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dtensor.tensor import DTensor
 
-from .kinds import kind_of
+from ..styles.kinds import kind_of
 from .rehearsal import leaves
 
 __all__ = ["INPUT", "Layer", "Trace", "called"]

@@ -21,7 +21,7 @@ from dtensor.strides import stride_like
 from dtensor.tensor import DTensor
 
 from .axis import StyleAxis
-from .undo import full
+from .style import full
 
 __all__ = ["keep_parts", "put_together", "running_order", "split_output"]
 

@@ -6,7 +6,7 @@ Over an axis of k ranks, y = x W^T + b with W of shape [out, in]:
     Rowwise   W cut on in:  each rank computes a summand of y             x cut on the last dim, y reduced
 
 A Colwise layer hands over to a Rowwise one with no communication between them; plain tensors in between
-need not be even, because the Rowwise layer knows how many features it has in all. `parallel.kinds` says what the
+need not be even, because the Rowwise layer knows how many features it has in all. `parallel.styles.kinds` says what the
 two words mean for other modules than Linear.
 """
 
