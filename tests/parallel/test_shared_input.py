@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dtensor import DeviceMesh, DTensor, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
-from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module, shared_input
+from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from dtensor.parallel.styles import shared_input
 
 R, S = Replicate(), Shard
 Act = Callable[[Any], Any]
