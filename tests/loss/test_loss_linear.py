@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import Sample, check_layouts, check_strategies, ints, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, rand
 
 import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -130,7 +130,7 @@ def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES[::2], ids=lambda s: s.name)
 def test_strategies(sample: Sample) -> None:
-    check_strategies(sample, (2, 3), limit=20).must_hold()
+    check_strategies(sample, (2, 3), limit=20, held=HELD).must_hold()
 
 
 # ------------------------------------------------------------ precision

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import Sample, check_layouts, check_strategies, ints, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, rand
 
 import dtensor
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -117,12 +117,12 @@ def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sample", ALL, ids=lambda s: s.name)
 def test_strategies(sample: Sample) -> None:
-    check_strategies(sample, (2, 3), limit=20).must_hold()
+    check_strategies(sample, (2, 3), limit=20, held=HELD).must_hold()
 
 
 @pytest.mark.parametrize("sample", ALL[::9], ids=lambda s: s.name)
 def test_strategies_of_three_axes(sample: Sample) -> None:
-    check_strategies(sample, (2, 2, 2), limit=12).must_hold()
+    check_strategies(sample, (2, 2, 2), limit=12, held=HELD).must_hold()
 
 
 def test_a_mean_of_means_is_caught() -> None:

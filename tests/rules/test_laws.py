@@ -58,6 +58,20 @@ def test_right_rules_pass(mesh: tuple[int, ...]) -> None:
         check_layouts(sample, mesh).must_hold()
 
 
+def test_calls_that_were_held_are_left_out_and_wrong_ones_never_are() -> None:
+    held: set[object] = set()
+    first = check_strategies(MM, (2,), held=held)
+    calls = len(held)
+    again = check_strategies(MM, (2,), held=held)
+    assert first.right > again.right >= calls > 0 and len(held) == calls
+    other = Sample("mm", torch.mm, (rand(6, 6), rand(6, 3)))
+    assert check_strategies(other, (2,), held=held).right > again.right and len(held) > calls
+    with override("aten.mm", _wrong_reduce), pytest.raises(AssertionError):
+        check_strategies(MM, (2,), held=held).must_hold()
+    with override("aten.mm", _wrong_reduce), pytest.raises(AssertionError):
+        check_strategies(MM, (2,), held=held).must_hold()
+
+
 def test_differs_sees_value_shape_and_dtype() -> None:
     a = torch.tensor([1.0, 2.0])
     assert not differs(a, a.clone(), 1e-5, 1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import Sample, check_layouts, check_strategies, ints, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, rand
 from helpers.samples.embedding import BAGS, RENORM, SAMPLES
 
 from dtensor import DeviceMesh, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
@@ -19,9 +19,13 @@ def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
-@pytest.mark.parametrize("mesh", [(2, 3), (2, 2, 2)], ids=str)
-def test_strategies(sample: Sample, mesh: tuple[int, ...]) -> None:
-    check_strategies(sample, mesh).must_hold()
+def test_strategies(sample: Sample) -> None:
+    check_strategies(sample, (2, 3), held=HELD).must_hold()
+
+
+@pytest.mark.parametrize("sample", SAMPLES[::4], ids=lambda s: s.name)
+def test_strategies_of_three_axes(sample: Sample) -> None:
+    check_strategies(sample, (2, 2, 2), limit=16, held=HELD).must_hold()
 
 
 def _table(mesh: DeviceMesh, w: torch.Tensor, *p: Placement) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import Sample, check_layouts, check_strategies, make, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, make, rand
 from helpers.samples.exchange import NO_STRATEGIES, SAMPLES
 
 import dtensor
@@ -41,7 +41,7 @@ def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sample", [s for s in SAMPLES if s.name not in NO_STRATEGIES], ids=lambda s: s.name)
 def test_strategies(sample: Sample) -> None:
-    report = check_strategies(sample, (2, 3), limit=12)
+    report = check_strategies(sample, (2, 3), limit=20, held=HELD)
     assert not report.wrong, "\n".join(report.wrong[:10])
 
 

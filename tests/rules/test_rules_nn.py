@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import Sample, check_layouts, check_strategies, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, rand
 from helpers.samples import nn as samples_nn
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
@@ -29,7 +29,7 @@ def test_layouts(at: int) -> None:
 def test_strategies(sample: Sample) -> None:
     """Every derived strategy gives the plain result."""
     mesh = (2, 3) if sample in samples_nn.CONV[:6] else (3,)
-    check_strategies(sample, mesh, limit=16).must_hold()
+    check_strategies(sample, mesh, limit=16, held=HELD).must_hold()
 
 
 @pytest.mark.parametrize("layer", ["conv", "pool"])

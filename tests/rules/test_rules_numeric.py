@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.laws import Sample, check_layouts, check_strategies, make, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, make, rand
 from helpers.samples.numeric import LAYOUTS_ONLY, SAMPLES
 
 from dtensor import Replicate, Shard, init_device_mesh, simulate
@@ -22,7 +22,7 @@ def test_layouts(sample: Sample) -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 def test_strategies(sample: Sample) -> None:
     """Derived strategies, the first of each call, give the plain result."""
-    report = check_strategies(sample, (3,), limit=8)
+    report = check_strategies(sample, (3,), limit=8, held=HELD)
     assert not report.wrong, "\n".join(report.wrong[:10])
 
 

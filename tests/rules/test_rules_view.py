@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.laws import Sample, check_layouts, check_strategies, ints, make, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, make, rand
 from helpers.samples.view import SAMPLES
 
 import dtensor
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta:UserWarning")
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
     """Every layout of the inputs gives the plain result, forward and backward."""
-    check_layouts(sample, mesh, limit=16).must_hold()
+    check_layouts(sample, mesh, limit=20, held=HELD).must_hold()
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 @pytest.mark.parametrize("mesh", [(2,), (2, 3)], ids=str)
 def test_strategies(sample: Sample, mesh: tuple[int, ...]) -> None:
     """Every derived strategy gives the plain result."""
-    report = check_strategies(sample, mesh, limit=16)
+    report = check_strategies(sample, mesh, limit=20, held=HELD)
     assert not report.wrong, "\n".join(report.wrong[:10])
 
 
