@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.propagation_rules.classes import local_slots
+from dtensor.propagation_rules.build.classes import local_slots
 from dtensor.propagation_rules.loss import accumulation_dtype, finite_top, local_max_and_sum, merged_sums
 from dtensor.spec import Interval
 

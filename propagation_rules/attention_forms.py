@@ -17,7 +17,7 @@ from dtensor.errors import LayoutError, explain_error
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule
 
-from .labelled import labelled
+from .build.labelled import labelled
 
 BATCHED = ("src", "query", "key", "value")
 

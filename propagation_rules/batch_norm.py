@@ -25,10 +25,10 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Rule, linear
 from dtensor.spec import Spec
 
-from .dtypes import accumulation_dtype, unlike_statistics
-from .empty_shards import is_empty_shard, zeros_of
-from .gathered import output_spec
-from .labelled import share_of
+from .build.dtypes import accumulation_dtype, unlike_statistics
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.gathered import output_spec
+from .build.labelled import share_of
 from .variance import combined_moments
 
 RUNNING = ("running_mean", "running_var")

@@ -21,7 +21,7 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Linear, Rule
 from dtensor.spec import Spec
 
-from .dtypes import is_exact
+from .build.dtypes import is_exact
 from .pointwise import NUMBERS, broadcast_rule, is_list_op, pointwise
 
 __all__ = ["with_number"]

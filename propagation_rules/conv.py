@@ -26,7 +26,7 @@ from dtensor.rules.registry import Call, present_groups, register
 from dtensor.rules.rule import Dims, Kernel, Rule, linear
 from dtensor.spec import Spec
 
-from .halo import Halo
+from .build.halo import Halo
 from .pointwise import sound_groups
 
 N, G, C, O, SPACE = range(5)  # noqa: E741

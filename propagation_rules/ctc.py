@@ -21,7 +21,7 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 from dtensor.spec import Spec
 
-from .labelled import labelled
+from .build.labelled import labelled
 
 LENGTHS = ("input_lengths", "target_lengths")
 

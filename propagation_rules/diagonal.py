@@ -5,7 +5,7 @@ Of a matrix whose rows (or columns) are cut, each rank holds the part of the dia
     4 x 4 on 2 ranks, offset 1      rows [0, 2) hold entries 0 1, rows [2, 4) entry 2       as they lie
                                     the diagonal of 3 over 2 ranks is 0 1 | 2               as they leave
 
-A kernel reads or writes that part and exchanges it (`propagation_rules.exchange`) with the even cut of the diagonal
+A kernel reads or writes that part and exchanges it (`build.exchange`) with the even shards of the diagonal
 as a dim of its own. Where both dims are cut, by two axes, one of them is moved.
 """
 
@@ -23,10 +23,10 @@ from dtensor.rules.rule import Linear, Rule, passes
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 
-from .exchange import Places, Run, cutting, exchange, places
-from .exchange_rules import MOVES, exchanging
-from .gathered import output_spec
-from .labelled import labelled, local_size
+from .build.exchange import Places, Run, cutting, exchange, places
+from .build.exchange_rules import MOVES, exchanging
+from .build.gathered import output_spec
+from .build.labelled import labelled, local_size
 
 CUT = "diagonal"  # the label of the dim that is cut, of the two, and of the diagonal
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from dtensor.rules.registry import Call, pattern, register
 from dtensor.rules.rule import Rule
 
-from .empty_shards import zeros_of
+from .build.empty_shards import zeros_of
 
 
 @dataclass(frozen=True, slots=True)

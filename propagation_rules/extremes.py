@@ -18,7 +18,7 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Kernel, Rule
 
-from .gathered import as_bits, from_bits, gather_stacked, output_spec
+from .build.gathered import as_bits, from_bits, gather_stacked, output_spec
 from .reduce import least, reduced_dims, reduced_rule
 
 BEYOND = torch.iinfo(torch.int64).max

@@ -15,7 +15,7 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, passes
 from dtensor.spec import Spec
 
-from .labelled import every_dim, labelled
+from .build.labelled import every_dim, labelled
 
 R = Replicate()
 

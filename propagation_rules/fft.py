@@ -11,8 +11,8 @@ from dataclasses import replace
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 
-from .empty_shards import is_empty_shard, zeros_of
-from .labelled import but, labelled
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.labelled import but, labelled
 
 __all__ = ["transform"]
 

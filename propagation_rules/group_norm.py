@@ -15,7 +15,7 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Rule, linear
 from dtensor.spec import Spec
 
-from .empty_shards import is_empty_shard, zeros_of
+from .build.empty_shards import is_empty_shard, zeros_of
 
 
 def group_norm(call: Call) -> Rule:

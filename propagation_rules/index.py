@@ -7,7 +7,7 @@
     index_put             [n] b, i, i b -> [n] b          with accumulate i is summed, else it stays whole
 
 Reading moves elements, so the pending reductions of what is read pass. Indices are never pending. A dim that
-indices point into is written, `[n]`, whole for plain strategies; kernels cut it (`propagation_rules.index_kernels`).
+indices point into is written, `[n]`, not sharded by plain strategies; kernels shard it (`build.index_kernels`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear, passes
 from dtensor.spec import Spec
 
-from .index_kernels import checked, reading, writing
-from .labelled import every_dim, labelled, shares_value
+from .build.index_kernels import checked, reading, writing
+from .build.labelled import every_dim, labelled, shares_value
 from .scatter import put_at_mask
 
 READS = (passes(0),)

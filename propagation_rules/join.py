@@ -13,9 +13,9 @@ from collections.abc import Hashable
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, passes
 
-from .exchange import Run, cutting, divides
-from .exchange_rules import exchanged
-from .labelled import every_dim, labelled
+from .build.exchange import Run, cutting, divides
+from .build.exchange_rules import exchanged
+from .build.labelled import every_dim, labelled
 
 
 def cat(call: Call) -> Rule:

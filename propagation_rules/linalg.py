@@ -27,7 +27,7 @@ from dtensor.rules.registry import Builder, Call, register
 from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 from dtensor.spec import Spec
 
-from .dtypes import accumulation_dtype
+from .build.dtypes import accumulation_dtype
 from .pointwise import broadcast_rule, sound_groups
 
 __all__ = ["matrices", "plain_run"]

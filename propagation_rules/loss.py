@@ -27,7 +27,7 @@ from dtensor.rules.kernel import KernelContext, looks_at_values, traced
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 
-from .classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
+from .build.classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
 
 NONE, MEAN, SUM = 0, 1, 2
 

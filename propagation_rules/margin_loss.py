@@ -18,8 +18,8 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 from dtensor.spec import Spec
 
-from .empty_shards import is_empty_shard
-from .labelled import labelled
+from .build.empty_shards import is_empty_shard
+from .build.labelled import labelled
 
 NONE, MEAN, SUM = 0, 1, 2
 

@@ -20,8 +20,8 @@ from dtensor.rules.registry import Call, is_inplace, pattern, present_groups, re
 from dtensor.rules.rule import Dims, Linear, Rule
 from dtensor.spec import Spec
 
-from .dtypes import is_exact
-from .empty_shards import is_empty_shard
+from .build.dtypes import is_exact
+from .build.empty_shards import is_empty_shard
 from .pointwise import sound_groups
 
 

@@ -20,7 +20,7 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, LocalPart, Rule, linear
 
-from .dtypes import accumulation_dtype, unlike_statistics
+from .build.dtypes import accumulation_dtype, unlike_statistics
 from .variance import combined_moments
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]

@@ -24,8 +24,8 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Rule
 
-from .exchange import cutting, places, row
-from .gathered import as_bits, from_bits, output_spec
+from .build.exchange import cutting, places, row
+from .build.gathered import as_bits, from_bits, output_spec
 from .reduce import reduced_rule
 
 __all__ = ["along"]

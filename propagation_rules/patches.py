@@ -10,8 +10,8 @@ from __future__ import annotations
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 
-from .empty_shards import zeros_of
-from .labelled import Labels, labelled
+from .build.empty_shards import zeros_of
+from .build.labelled import Labels, labelled
 
 
 def patches(call: Call) -> Rule:

@@ -19,7 +19,7 @@ import torch
 from dtensor.rules.registry import Builder, Call, present_groups, register
 from dtensor.rules.rule import Dims, Linear, Rule
 
-from .dtypes import cast_passes, is_exact
+from .build.dtypes import cast_passes, is_exact
 
 __all__ = [
     "NUMBERS", "broadcast_dims", "broadcast_rule", "broadcast_shape", "is_list_op", "pointwise", "register_with_lists",

@@ -22,10 +22,10 @@ from dtensor.rules.registry import Call, linear_groups, register
 from dtensor.rules.rule import Dims, Kernel, Linear, Rule
 from dtensor.spec import Spec, TensorMeta
 
-from .dtypes import is_exact
-from .empty_shards import zeros_of
-from .labelled import labelled
-from .pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
+from .build.dtypes import is_exact
+from .build.empty_shards import zeros_of
+from .build.labelled import labelled
+from .build.pool_halo import run_average, run_average_backward, run_largest, run_largest_backward, windows
 
 __all__ = ["planes"]
 

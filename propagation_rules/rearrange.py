@@ -20,10 +20,10 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 
-from .exchange import Run, backwards, cutting, divides, exchange, places
-from .exchange_rules import MOVES, exchanging, rearranged, traffic
-from .gathered import output_spec
-from .labelled import Labels, every_dim, labelled, shares_value
+from .build.exchange import Run, backwards, cutting, divides, exchange, places
+from .build.exchange_rules import MOVES, exchanging, rearranged, traffic
+from .build.gathered import output_spec
+from .build.labelled import Labels, every_dim, labelled, shares_value
 
 
 def _reversed(call: Call, *dims: int) -> dict[int, tuple[Run, ...]]:

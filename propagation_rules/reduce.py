@@ -26,7 +26,7 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Bind, Dims, Kernel, Linear, Rule
 from dtensor.spec import Spec
 
-from .dtypes import accumulation_dtype, cast_passes, is_exact
+from .build.dtypes import accumulation_dtype, cast_passes, is_exact
 from .pointwise import broadcast_rule, is_list_op
 
 __all__ = ["least", "reduced_dims", "reduced_rule", "reduction"]

@@ -16,8 +16,8 @@ from dataclasses import replace
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 
-from .empty_shards import zeros_of
-from .labelled import labelled
+from .build.empty_shards import zeros_of
+from .build.labelled import labelled
 from .pool import planes
 
 

@@ -20,8 +20,8 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Linear, Rule
 
-from .dtypes import accumulation_dtype, cast_passes, is_exact
-from .gathered import as_bits, from_bits, gather_stacked, output_spec
+from .build.dtypes import accumulation_dtype, cast_passes, is_exact
+from .build.gathered import as_bits, from_bits, gather_stacked, output_spec
 
 Fold = tuple[
     Callable[[torch.Tensor, int], torch.Tensor],

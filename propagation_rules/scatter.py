@@ -20,8 +20,8 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Kernel, Rule, linear, passes
 from dtensor.spec import Spec
 
-from .classes import local_slots
-from .labelled import every_dim, labelled
+from .build.classes import local_slots
+from .build.labelled import every_dim, labelled
 from .pointwise import broadcast_rule
 
 __all__ = ["put_at_mask"]

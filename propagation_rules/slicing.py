@@ -23,10 +23,10 @@ from dtensor.rules.rule import Kernel, Rule, passes
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 
-from .exchange import Places, Run, backwards, cutting, divides, exchange, places
-from .exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
-from .gathered import output_spec
-from .labelled import but, every_dim, labelled, local_size
+from .build.exchange import Places, Run, backwards, cutting, divides, exchange, places
+from .build.exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
+from .build.gathered import output_spec
+from .build.labelled import but, every_dim, labelled, local_size
 
 
 def _runs(size: int, start: int | None, end: int | None, step: int) -> tuple[Run, ...]:

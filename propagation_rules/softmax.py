@@ -18,8 +18,8 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Rule, linear
 
-from .dtypes import accumulation_dtype
-from .gathered import gather_stacked, output_spec
+from .build.dtypes import accumulation_dtype
+from .build.gathered import gather_stacked, output_spec
 
 __all__ = ["softmax"]
 

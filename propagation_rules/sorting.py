@@ -24,8 +24,8 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Kernel, Rule
 
-from .exchange import cutting, places
-from .gathered import gather_stacked, output_spec
+from .build.exchange import cutting, places
+from .build.gathered import gather_stacked, output_spec
 from .order import along
 
 LOWEST = torch.iinfo(torch.int64).min

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dtensor.rules.registry import Call, pattern, register, tensor_names
 from dtensor.rules.rule import Linear, Rule, linear, passes
 
-from .labelled import labelled
+from .build.labelled import labelled
 from .matmul import product
 from .pointwise import pointwise
 from .reduce import reduction

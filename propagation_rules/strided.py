@@ -20,7 +20,7 @@ from dtensor.rules.rule import Rule, passes
 from dtensor.spec import Spec, contiguous_stride
 from dtensor.strides import dense, in_order
 
-from .labelled import labelled
+from .build.labelled import labelled
 
 __all__ = ["as_strided"]
 

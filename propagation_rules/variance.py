@@ -16,9 +16,9 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Kernel, Rule
 
-from .dtypes import accumulation_dtype
-from .empty_shards import is_empty_shard, zeros_of
-from .gathered import gather_stacked, output_spec
+from .build.dtypes import accumulation_dtype
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.gathered import gather_stacked, output_spec
 from .reduce import reduced_dims, reduced_rule
 
 __all__ = ["combined_moments"]

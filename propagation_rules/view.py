@@ -1,6 +1,6 @@
 """Views: the dims of the output are dims of the input, in another order, merged, split, or of size 1.
 
-    view      (a b) c -> a b c        the common factors of both shapes, `propagation_rules.refinement`
+    view      (a b) c -> a b c        the common factors of both shapes, `propagation_rules.build.refinement`
     permute   a b c -> c a b
     expand    a -> . a                what an expand makes carries no factor
     squeeze   a 1 -> a                a shard of the dim that goes away is gathered
@@ -19,8 +19,8 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear, passes
 from dtensor.spec import Spec, contiguous_stride
 
-from .labelled import every_dim, labelled, local_size
-from .refinement import common_factors
+from .build.labelled import every_dim, labelled, local_size
+from .build.refinement import common_factors
 
 MOVES = (passes(0),)
 Local = Callable[..., object]

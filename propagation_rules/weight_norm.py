@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Linear, Rule, linear
 
-from .labelled import labelled
+from .build.labelled import labelled
 
 
 def weight_norm(call: Call) -> Rule:

@@ -1,7 +1,7 @@
 """Windows over a dim, and their backward.
 
 Where the dim is cut, each rank makes the windows that are its part of the new dim. It asks for the elements that
-they span, most of which it holds (`propagation_rules.exchange`):
+they span, most of which it holds (`propagation_rules.build.exchange`):
 
     10 elements, windows of 4 in steps of 2, on 2 ranks     windows 0 1 span [0, 6), windows 2 3 span [4, 10)
 
@@ -19,10 +19,10 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
 from dtensor.strides import in_order
 
-from .exchange import Places, Run, cutting, exchange, places, row
-from .exchange_rules import MOVES, exchanging
-from .gathered import output_spec
-from .labelled import every_dim, labelled, local_size
+from .build.exchange import Places, Run, cutting, exchange, places, row
+from .build.exchange_rules import MOVES, exchanging
+from .build.gathered import output_spec
+from .build.labelled import every_dim, labelled, local_size
 
 
 def _spans(windows: Places, size: int, step: int) -> Places:

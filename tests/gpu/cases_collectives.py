@@ -14,7 +14,7 @@ from dtensor.comm import pending as comm_sent
 from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.communicator import Communicator
 from dtensor.comm.reduce_ops import reduce_tensors
-from dtensor.propagation_rules.pending_gradients import settle
+from dtensor.propagation_rules.optimizers.pending_gradients import settle
 from dtensor.redistribute.executor.coalescing import redistribute_together
 from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec

@@ -19,8 +19,8 @@ from dtensor import DTensor, Partial, Placement, Shard, init_device_mesh, simula
 from dtensor.comm import pending as comm_sent
 from dtensor.comm.coalescing import Together
 from dtensor.errors import CollectiveError
-from dtensor.propagation_rules import pending_gradients
-from dtensor.propagation_rules.pending_gradients import settle
+from dtensor.propagation_rules.optimizers import pending_gradients
+from dtensor.propagation_rules.optimizers.pending_gradients import settle
 from dtensor.redistribute.executor import coalescing as together
 from dtensor.spec import Spec
 

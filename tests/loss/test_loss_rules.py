@@ -12,7 +12,7 @@ from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, ra
 import dtensor
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.loss.cross_entropy import cross_entropy
-from dtensor.propagation_rules.classes import local_slots
+from dtensor.propagation_rules.build.classes import local_slots
 from dtensor.propagation_rules.loss import nll_loss
 from dtensor.rules.registry import override
 

@@ -9,7 +9,7 @@ from helpers.laws import Sample, check_layouts, check_strategies, differs, part_
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, StridedShard, init_device_mesh
-from dtensor.propagation_rules.labelled import labelled
+from dtensor.propagation_rules.build.labelled import labelled
 from dtensor.propagation_rules.pointwise import pointwise
 from dtensor.redistribute.cost_model import current_cost_model
 from dtensor.redistribute.executor.run import redistribute_local

@@ -18,9 +18,9 @@ import dtensor
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from dtensor.comm.communicator import observers
 from dtensor.dispatch.materialized import MovedSpec
-from dtensor.propagation_rules import exchange_plan
-from dtensor.propagation_rules.exchange import Run, backwards, busiest, cutting, exchange, places
-from dtensor.propagation_rules.exchange_plan import plan
+from dtensor.propagation_rules.build import exchange_plan
+from dtensor.propagation_rules.build.exchange import Run, backwards, busiest, cutting, exchange, places
+from dtensor.propagation_rules.build.exchange_plan import plan
 from dtensor.propagation_rules.sorting import sort
 from dtensor.rules.registry import Call, override
 from dtensor.rules.rule import Rule

@@ -15,9 +15,9 @@ from helpers.samples.view import SAMPLES
 import dtensor
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
+from dtensor.propagation_rules.build.labelled import every_dim, labelled
+from dtensor.propagation_rules.build.refinement import common_factors
 from dtensor.propagation_rules.join import stack
-from dtensor.propagation_rules.labelled import every_dim, labelled
-from dtensor.propagation_rules.refinement import common_factors
 from dtensor.rules.registry import override
 
 R = Replicate()

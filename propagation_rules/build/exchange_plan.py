@@ -1,4 +1,4 @@
-"""What an exchange along a cut dim sends from where to where: geometry only, see `propagation_rules.exchange`.
+"""What an exchange along a cut dim sends from where to where: geometry only, see `propagation_rules.build.exchange`.
 
 A piece is a part of a run that one position holds and another must hold. A message carries the pieces from one to the
 other, each element once: its blocks are the union of what the pieces read, and each piece knows where in them it is.

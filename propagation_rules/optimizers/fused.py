@@ -27,7 +27,6 @@ from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
-from . import optimizer_lists  # noqa: F401 - takes the place of torch's functions
 from .pending_gradients import settle, settle_gradients
 
 

@@ -1,0 +1,1 @@
+from propagation_rules.build.classes import *
