@@ -47,12 +47,11 @@ def check(figures: dict[str, Any], ranks: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mesh", ["1,4", "2,2"])
-def test_processes(mesh: str, tmp_path: Path) -> None:
-    output, figures = demo("--mesh", mesh, folder=tmp_path)
+def test_processes(tmp_path: Path) -> None:
+    output, figures = demo("--mesh", "2,2", folder=tmp_path)
     check(figures, ranks=4)
     assert "largest difference" in output and "tokens per second" in output and "all_gather" in output
-    tp = int(mesh.split(",")[1])
+    tp = 2
     for rank in figures["sharded"]:  # the norms' scales, 9 x 128 numbers, are whole on every rank
         norms = 9 * 128 * 4
         assert rank["parameter_bytes"] - norms == (figures["single"][0]["parameter_bytes"] - norms) / tp
@@ -63,12 +62,11 @@ def test_simulated_ranks_compute_the_same(tmp_path: Path) -> None:
     check(demo("--simulated", "--mesh", "2,2", folder=tmp_path)[1], ranks=4)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_float64_leaves_no_difference_to_rounding(tmp_path: Path) -> None:
-    _, figures = demo("--ranks", "2", "--dtype", "float64", folder=tmp_path)
-    for rank in figures["sharded"]:
-        assert rank["losses"] == pytest.approx(figures["single"][0]["losses"], abs=1e-12)
+def test_float64_leaves_no_difference_to_rounding() -> None:
+    job = train_tp.Job(text=train_tp.read_text(None), mesh=(1, 2), steps=3, batch=4, sample=0, dtype="float64")
+    single = train_tp.train(job)
+    for rank in train_tp.simulated(job):
+        assert rank.losses == pytest.approx(single.losses, abs=1e-12)
 
 
 def test_fused_loss_computes_the_same() -> None:

@@ -51,16 +51,20 @@ def test_it_says_what_every_style_sends(row: Row) -> None:
         x = torch.zeros(2, 8, dtype=torch.long) if isinstance(net, nn.Embedding) else torch.zeros(2, 8, 16)
         x = x if row.x is None else x.chunk(4, row.x)[mesh.get_local_rank()].contiguous()
         x = x.requires_grad_() if x.is_floating_point() else x
+        alone = mesh.get_local_rank() in (0, 3)  # a rank that asks needs no other
         with CommDebugMode() as none:
-            report = check_plan(net, row.plan, mesh, x)
+            report = check_plan(net, row.plan, mesh, x) if alone else None
         assert none.get_total_counts() == 0 and not any(isinstance(p, DTensor) for p in net.parameters())
-        assert report and (counts(report.forward), counts(report.backward)) == (row.forward, row.backward)
         parallelize_module(net, mesh, row.plan)
         with CommDebugMode() as forward:
             y = net(x)
         with CommDebugMode() as backward:
             (y.to_local() if isinstance(y, DTensor) else y).sum().backward()
-        assert nbytes(report.forward) == forward.get_comm_bytes() and sent(forward) == row.forward
+        assert sent(forward) == row.forward
+        if report is None:
+            return
+        assert report and (counts(report.forward), counts(report.backward)) == (row.forward, row.backward)
+        assert nbytes(report.forward) == forward.get_comm_bytes()
         assert nbytes(report.backward) == backward.get_comm_bytes()
         grads = [p.grad for p in net.parameters() if isinstance(p.grad, DTensor)]
         assert bool(report.pending) == any(g.placements[0].is_partial() for g in grads)

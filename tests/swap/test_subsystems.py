@@ -62,9 +62,10 @@ EXCHANGES = [
 LATER = ("case_parameters_on_the_whole_mesh", "case_pipeline_of_dtensors") if torch.__version__ < "2.13" else ()
 """Cases that this version of torch does not know yet."""
 
+PROGRAMS = ("training", "fsdp", "checkpoints")
 CASES = [
     BothEngines(program, name, ALONE.get(name, ""), TOLERANCE.get(name, 0.0))
-    for program in ("fsdp", "checkpoints", "training")
+    for program in PROGRAMS
     for name in names(program)
     if name not in LATER
 ]
@@ -77,23 +78,28 @@ ON_TWO = {
     "training": "optimizers_in_a_loop optimizers_foreach muon autocast optimizer_in_backward compile_aot_eager "
     "clipping_that_is_not_finite a_module_distributed_whole pipeline_1f1b",
 }
-"""Cases that torch's engine runs on two processes only, for its time; on four one process is the measure."""
+"""Cases that both engines run on two processes; on four, for the time of torch's, one process is the measure."""
 FOUR = ("case_the_older_fsdp_over_tp", "case_the_older_fsdp_over_tp_goes_on")
 """Cases of more than one process on each axis of two."""
 
 
-@pytest.mark.processes
-def test_on_two_processes() -> None:
-    cases = [c for c in CASES if c.__name__ not in FOUR]
-    run_ranks(2, [*cases, *EXCHANGES], timeout=120).check()
+def on_two(case: BothEngines) -> bool:
+    return case.__name__.removeprefix("case_") in ON_TWO[case.program].split()
 
 
 @pytest.mark.processes
-def test_on_four_processes() -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_on_two_processes(program: str) -> None:
+    cases = [c for c in CASES if c.program == program and c.__name__ not in FOUR]
+    run_ranks(2, [c for c in cases if on_two(c)], timeout=120).check()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_on_four_processes(program: str) -> None:
     cases = [
-        BothEngines(c.program, c.__name__, c.alone or "it did on two processes", c.tolerance)
-        if c.__name__.removeprefix("case_") in ON_TWO[c.program].split()
-        else c
+        BothEngines(c.program, c.__name__, c.alone or "it did on two processes", c.tolerance) if on_two(c) else c
         for c in CASES
+        if c.program == program
     ]
-    run_ranks(4, [*cases, *EXCHANGES], timeout=120).check()
+    run_ranks(4, [*cases, *(e for e in EXCHANGES if e.program == program)], timeout=120).check()
