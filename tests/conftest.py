@@ -14,6 +14,11 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start processes come first: xdist gives them to one worker, so that few processes share the cores."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
 @pytest.fixture(autouse=True)
 def clean_state() -> Iterator[None]:
     """The same random numbers whatever ran before; a process group that a test made ends with it."""
