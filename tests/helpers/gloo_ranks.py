@@ -49,6 +49,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from dtensor.placement import Placement
+
 Case = Callable[[int, int], Any]
 GRACE = 3.0  # seconds that the other ranks get to report after one has failed
 
@@ -171,6 +173,23 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _case_of(error: BaseException) -> str:
+    """Which case of its loops a test's function was at: the layouts, sizes and names that it holds, frame by frame."""
+    lines = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = os.path.basename(frame.f_code.co_filename)
+        if file.startswith("test_"):
+            held = ", ".join(f"{name}={value!r}" for name, value in frame.f_locals.items() if _is_plain(value))
+            lines.append(f"at {file}:{line} with {held}"[:1000])
+    return "\n".join(lines)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return len(value) < 9 and all(map(_is_plain, value))
+    return isinstance(value, (str, int, float, torch.dtype, Placement))
+
+
 def _serve(pipe: Connection, rank: int, world: int, port: int, stack: str) -> None:
     """One rank: run what comes through the pipe until None comes."""
     os.environ.update(
@@ -186,8 +205,8 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, stack: str) -> No
             error, result = None, None
             try:
                 result = case(rank, world)
-            except BaseException:
-                error = traceback.format_exc()
+            except BaseException as raised:
+                error = traceback.format_exc() + _case_of(raised)
             faulthandler.cancel_dump_traceback_later()
             try:
                 pipe.send((error, result))
