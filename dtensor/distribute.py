@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from dtensor.dispatch.hit import replicates_implicitly
 from dtensor.errors import LayoutError, expect, explain_error, listed, refuse_layout
+from dtensor.intervals import chunk
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.redistribute.executor.run import redistribute_local
@@ -117,8 +118,7 @@ def _cut(local: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
 def _scatter(local: torch.Tensor, here: Spec, there: Spec, axis: int, dim: int, src: int) -> torch.Tensor:
     """Every position of `axis` gets its chunk of position `src`'s tensor."""
     k, n = here.mesh.shape[axis], local.shape[dim]
-    step = -(-n // k)
-    cuts = [(min(i * step, n), max(min(step, n - i * step), 0)) for i in range(k)]
+    cuts = [chunk(n, k, i) for i in range(k)]
     comm = here.mesh.comm(axis)
     parts = [local.narrow(dim, *cut).contiguous() for cut in cuts] if comm.rank == src else None
     shapes = [torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]]) for _, size in cuts]

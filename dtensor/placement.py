@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from dtensor.intervals import pieces
+from dtensor.intervals import chunk, split_tensor
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "StridedShard", "_StridedShard", "as_placement"]
 
@@ -104,15 +104,14 @@ class Shard(Placement):
 
         An empty chunk starts at the dim's end.
         """
-        chunk = -(-curr_local_size // num_chunks)
-        start = min(chunk * rank, curr_local_size)
-        return min(chunk, curr_local_size - start), start
+        start, size = chunk(curr_local_size, num_chunks, rank)
+        return size, start
 
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
         """The parts of a whole tensor: `dtensor.intervals`."""
-        return pieces(tensor, self.dim, 1, num_chunks, with_padding, contiguous)
+        return split_tensor(tensor, self.dim, 1, num_chunks, with_padding, contiguous)
 
     def __reduce__(self) -> tuple[type[Shard], tuple[int]]:
         return (type(self), (self.dim,))
@@ -180,7 +179,7 @@ class StridedShard(Placement):
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
         """The parts of a whole tensor: `dtensor.intervals`."""
-        return pieces(tensor, self.dim, self.split_factor, num_chunks, with_padding, contiguous)
+        return split_tensor(tensor, self.dim, self.split_factor, num_chunks, with_padding, contiguous)
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
         return (_strided, (self.dim, self.split_factor))

@@ -23,25 +23,18 @@ import math
 import re
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from dtensor.errors import LayoutError, expect, explain_error, short
+from dtensor.intervals import Cut, Interval, dim_intervals, local_sizes, share_of
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
 __all__ = [
-    "Cut", "Interval", "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "cut_runs", "dim_intervals", "is_even",
-    "local_sizes", "may_be_empty", "normalize_placements", "part_of_runs", "parts_of_runs",
+    "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "is_even", "may_be_empty", "normalize_placements",
 ]  # fmt: skip
-
-Interval = tuple[int, int]
-"""Start and length of a run of indices of one global dim."""
-
-Cut = tuple[int, int, int]
-"""One placement on a dim: size of the axis, position on it, split factor (0 for a plain shard)."""
 
 SHORT_DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -68,65 +61,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride[d] = step
         step *= max(shape[d], 1)
     return tuple(stride)
-
-
-def part_of_runs(runs: Sequence[Interval], lo: int, hi: int) -> list[Interval]:
-    """Elements lo to hi of the concatenated runs."""
-    return parts_of_runs(runs, [(lo, hi)])
-
-
-def parts_of_runs(runs: Sequence[Interval], windows: Iterable[tuple[int, int]]) -> list[Interval]:
-    """Elements lo to hi of the concatenated runs, for each of `windows`, which ascend: one walk over both."""
-    out: list[Interval] = []
-    i = at = 0  # the run that is looked at, and the elements before it
-    for lo, hi in windows:
-        while i < len(runs):
-            start, length = runs[i]
-            a, b = max(lo - at, 0), min(hi - at, length)
-            if a < b:
-                out.append((start + a, b - a))
-            if hi < at + length:
-                break
-            i, at = i + 1, at + length
-    return out
-
-
-@lru_cache(maxsize=65536)
-def dim_intervals(size: int, cuts: tuple[Cut, ...]) -> tuple[Interval, ...]:
-    """The intervals of a dim of `size` that are left after `cuts`, ascending; () when nothing is."""
-    runs: tuple[Interval, ...] = ((0, size),) if size else ()
-    for cut in cuts:
-        runs = cut_runs(runs, *cut)
-    return runs
-
-
-def _share(n: int, k: int, r: int) -> int:
-    """Elements that position r has of `n` that are cut over k."""
-    chunk = -(-n // k)
-    return max(min(chunk, n - r * chunk), 0)
-
-
-def cut_runs(runs: tuple[Interval, ...], k: int, r: int, factor: int) -> tuple[Interval, ...]:
-    """What a cut, whose size, position and split factor are given, leaves of `runs`, which are ascending."""
-    if factor < 2 and len(runs) == 1:
-        start, n = runs[0]
-        chunk = -(-n // k)
-        first = r * chunk
-        return ((start + first, min(chunk, n - first)),) if first < n else ()
-    n = sum([length for _, length in runs])
-    outer = -(-n // factor) if factor else n
-    windows: list[tuple[int, int]] = []
-    for base in range(0, n, outer) if outer else ():
-        m = min(outer, n - base)
-        c = -(-m // k)
-        windows.append((base + min(r * c, m), base + min((r + 1) * c, m)))
-    out: list[Interval] = []
-    for start, length in parts_of_runs(runs, windows):
-        if out and out[-1][0] + out[-1][1] == start:
-            out[-1] = (out[-1][0], out[-1][1] + length)
-        else:
-            out.append((start, length))
-    return tuple(out)
 
 
 def normalize_placements(
@@ -365,11 +299,9 @@ class Spec:
         sizes = [*self.shape]
         for p, k, r in zip(self.placements, self.mesh.shape, coord, strict=True):
             if isinstance(p, Shard):
-                sizes[p.dim] = _share(sizes[p.dim], k, r)
+                sizes[p.dim] = share_of(sizes[p.dim], k, r)
             elif isinstance(p, StridedShard):
-                n = sizes[p.dim]
-                outer = -(-n // p.split_factor)
-                sizes[p.dim] = n // outer * _share(outer, k, r) + _share(n % outer, k, r) if n else 0
+                sizes[p.dim] = share_of(sizes[p.dim], k, r, p.split_factor)
         return torch.Size(sizes)
 
     def local_offset_of(self, coord: Sequence[int]) -> tuple[int, ...]:
@@ -447,18 +379,6 @@ def _sizes_along(spec: Spec, dim: int) -> set[int]:
             split = p.split_factor if isinstance(p, StridedShard) else 1
             sizes = {part for n in sizes for part in local_sizes(n, k, split)}
     return sizes
-
-
-def local_sizes(n: int, k: int, split: int = 1) -> set[int]:
-    """The sizes that there are of the parts of `n` elements cut over `k` positions, with a split factor.
-
-    All of them, since the smallest part of what is cut twice need not come from the smallest part of the first cut:
-    over 3 positions 3 gives 1, 1, 1 and 4 gives 2, 2, 0.
-    """
-    outer = -(-n // max(split, 1))
-    runs = [(outer, n // outer), (n % outer, 1)] if n else []  # chunks of one size, and a shorter one
-    turns = {0, k - 1, *(size // (-(-size // k) or 1) + more for size, _ in runs for more in (0, 1))}
-    return {sum(_share(size, k, r) * times for size, times in runs) for r in turns if r < k}
 
 
 def is_even(spec: Spec) -> bool:

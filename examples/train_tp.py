@@ -241,7 +241,7 @@ def simulated_traffic(meter: Meter) -> Iterator[None]:
     if "dtensor" not in sys.modules:
         yield
         return
-    from dtensor.comm.communicator import observers
+    from dtensor.comm.observers import observers
 
     observers.append(meter.received)
     try:

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import torch
 
+from dtensor.intervals import Interval
 from dtensor.placement import Partial, Shard, StridedShard
 from dtensor.rules.kernel import KernelContext, looks_at_values
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Choice, Dims, Kernel, Rule, linear, passes
-from dtensor.spec import Interval
 
 
 def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Each call is one collective that goes through torch's dispatcher, so dispatch modes see it. What travels, where a
 backend does not carry or reduce a dtype as `dtensor.comm.reduce_ops` says, is the matter of `dtensor.comm.wire`; on
-which stream it travels, and what is said where it does not arrive, that of `dtensor.comm.pending`.
+which stream it travels, and what is said where it does not arrive, that of `dtensor.comm.issue`.
 
 A group that was given (`DeviceMesh.from_group`) may count its ranks in another order than the mesh: `_order[i]` is
 the group rank of position i.
@@ -11,8 +11,7 @@ the group rank of position i.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -20,37 +19,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor.comm import fast_path as comm_bound
-from dtensor.comm import fast_reductions as comm_reduced
-from dtensor.comm import pending as sent_by
-from dtensor.comm.communicator import Communicator, Pending, Shape, padding_counts, standing_for
-from dtensor.comm.encodings import Reduction, reduction, widened
-from dtensor.comm.fast_path import Try
-from dtensor.comm.messages import Direct, direct_of
-from dtensor.comm.pending import Sent, issued
-from dtensor.comm.reduce_ops import Reducing, reduce_tensors
-from dtensor.comm.wire import (
-    OPS,
-    carried,
-    eager,
-    flat_of,
-    items_of,
-    packed,
-    padded,
-    put,
-    shaped,
-    spaced,
-    unflat,
-    waited,
-)  # fmt: skip
+from dtensor.comm import issue
+from dtensor.comm.communicator import Communicator, Shape, padding_counts
+from dtensor.comm.encodings import Reduction, reduction
+from dtensor.comm.issue import Sent
+from dtensor.comm.observers import standing_for
+from dtensor.comm.pending import Pending
+from dtensor.comm.reduce_ops import reduce_tensors
+from dtensor.comm.wire import eager, flat_of, items_of, packed, padded, spaced, unflat
 
 __all__ = ["C10dCommunicator"]
 
 
-def _as(dtype: torch.dtype, sent: Sent, flat: torch.Tensor) -> Pending[torch.Tensor]:
-    """What was `sent` as elements of `flat`'s dtype, as those of `dtype`."""
-    if flat.dtype is dtype:
-        return Pending(finish=sent.wait)
+def _result(sent: Sent, dtype: torch.dtype, async_op: bool) -> torch.Tensor | Pending[torch.Tensor]:
+    """The 1-D tensor that is filled, as one of `dtype`."""
+    if not async_op:
+        got = sent.wait()
+        return got if got.dtype is dtype else unflat(got, dtype, (-1,))
     return Pending(finish=lambda: unflat(sent.wait(), dtype, (-1,)))
 
 
@@ -109,242 +94,119 @@ class C10dCommunicator(Communicator):
             out[g] = values[i]
         return out
 
-    def _place(self, position: int) -> int:
+    def group_rank(self, position: int) -> int:
+        """The group's rank of a position."""
         return position if self._order is None else self._order[position]
 
+    @property
+    def compiled(self) -> bool:
+        """False for a group written in Python, as that of ranks that are threads: what it has is what torch calls."""
+        return type(self.group) is dist.ProcessGroup
+
+    def _reduction(self, x: torch.Tensor, op: str) -> Reduction:
+        return reduction(op, x.dtype, self.size, not self._nccl or x.is_cpu)
+
     def _all_reduce(self, x: torch.Tensor, op: str, async_op: bool) -> Pending[torch.Tensor]:
-        how = reduction(op, x.dtype, self.size, not self._nccl or x.device.type == "cpu")
+        how = self._reduction(x, op)
         if how.wire is None:
-            gathered = self._all_gather(x, [tuple(x.shape)] * self.size, None, async_op)
+            gathered = self._all_gather(x, [tuple(x.shape)] * self.size, async_op)
             return Pending(finish=lambda: reduce_tensors(gathered.wait(), op))
-        sent = sent_by.all_reduce(self, x if how.encode is None else how.encode(x), x, how.wire, async_op)
+        sent = issue.all_reduce(self, x if how.encode is None else how.encode(x), x, how.wire, async_op)
         decode = how.decode
         if decode is None:
             return Pending(finish=sent.wait, raw=sent.lazy)
         return Pending(finish=lambda: decode(sent.wait()))
 
-    def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
-    ) -> Pending[list[torch.Tensor]]:
-        if into is not None and shapes.count(shapes[0]) == self.size and eager(x) and not sent_by.in_queue(x):
-            return self._gather_into(x, into)
+    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape], async_op: bool) -> Pending[list[torch.Tensor]]:
         dtype, width = x.dtype, items_of(x.dtype)
         numels = [prod(s) * width for s in shapes]
         most, itemsize = max(numels), x.itemsize // width
-        direct = eager(x) and not sent_by.in_queue(x)
         if not _gather_pads(numels, itemsize):
             flat = flat_of(x)
             every, splits = flat.repeat(self.size), [flat.numel()] * self.size
             with standing_for("all_gather"):
-                return put(self._exchange(every, splits, dtype, shapes, async_op), into)
-        if into is not None and direct:
-            return self._gather_uneven_into(x, shapes, into)
-        flat = padded(flat_of(x), most)
-        sent = self._gather(flat) if direct else sent_by.all_gather(self, flat, async_op)
+                return self._exchange(every, splits, dtype, shapes, async_op)
+        sent = issue.all_gather(self, padded(flat_of(x), most), async_op)
 
         def finish() -> list[torch.Tensor]:
             got = sent.wait()
-            return [unflat(got.narrow(0, self._place(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)]
-
-        return put(Pending(finish=finish), into)
-
-    def _gather(self, flat: torch.Tensor) -> Sent:
-        """All positions' `flat` in one tensor, by group rank, asked of the group itself.
-
-        Several functional gathers under way in one gloo group can spoil the heap of the process.
-        """
-        out = flat.new_empty(self.size * flat.numel())
-        options = c10d.AllgatherOptions()
-        options.asyncOp = True
-        call = self.group._allgather_base
-        if not self._in_c:  # it may know torch's newer name only
-            call = getattr(self.group, "all_gather_single", call)
-        return issued(self, "all_gather", out, call, out, waited(flat), options)
-
-    def _gather_into(self, x: torch.Tensor, into: Sequence[torch.Tensor]) -> Pending[list[torch.Tensor]]:
-        """A gather straight into tensors of one shape, that may be views: gloo puts the parts there itself."""
-        options = c10d.AllgatherOptions()
-        options.asyncOp = True
-        x, outputs = carried(waited(x).contiguous()), [carried(t) for t in self._by_group_rank(into)]
-        sent = issued(self, "all_gather", x, self.group.allgather, [outputs], [x], options)
-
-        def finish() -> list[torch.Tensor]:
-            sent.wait()
-            return list(into)
-
-        return Pending(finish=finish)
-
-    def _gather_uneven_into(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor]
-    ) -> Pending[list[torch.Tensor]]:
-        """As `_gather_into`; parts that are smaller than others travel in tensors of their own."""
-        x = waited(x)
-        shape = max([tuple(s) for s in shapes], key=prod)
-        short = [i for i, s in enumerate(shapes) if tuple(s) != shape]
-        if self.rank in short:
-            x = spaced([x], prod(shape)).view(shape)
-        spare = {i: x if i == self.rank else x.new_empty(shape) for i in short}
-        sent = self._gather_into(x, [spare.get(i, t) for i, t in enumerate(into)])
-
-        def finish() -> list[torch.Tensor]:
-            sent.wait()
-            for i in short:
-                into[i].copy_(spare[i].view(-1)[: prod(shapes[i])].view(tuple(shapes[i])))
-            return list(into)
+            return [unflat(got.narrow(0, self.group_rank(i) * most, n), dtype, shapes[i]) for i, n in enumerate(numels)]
 
         return Pending(finish=finish)
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]:
-        own = parts[self.rank]
-        dtype, shape = own.dtype, own.shape
-        how = reduction(op, dtype, self.size, not self._nccl or own.device.type == "cpu")
+        own, ordered = parts[self.rank], self._by_group_rank(parts)
+        how, shape = self._reduction(own, op), own.shape
         if how.wire is None:
-            received = self._all_to_all(parts, [tuple(shape)] * self.size, async_op)
-            return Pending(finish=lambda: reduce_tensors(received.wait(), op))
-        wire: str = how.wire
-        encode, decode = how.encode, how.decode
-        if encode is None and all(p.shape == shape for p in parts):
-            sent = sent_by.reduce_scatter(self, packed(self._by_group_rank(parts)), wire, async_op)
-            if decode is None and own.dim() == 1:
-                return Pending(finish=sent.wait, raw=sent.lazy)
-            return Pending(finish=lambda: shaped(sent.wait(), decode, shape))
-        flats = list(parts) if encode is None else [encode(p.reshape(-1)) for p in parts]
-        wire_shape, numel = flats[self.rank].shape, flats[self.rank].numel()
-        numels = [f.numel() for f in flats]
-        if eager(own) and not _scatter_pads(numels, own.itemsize):
-            return self._uneven_scatter([f.reshape(-1) for f in flats], how, wire_shape, shape, async_op)
-        even = sent_by.reduce_scatter(self, spaced(self._by_group_rank(flats), max(numels)), wire, async_op)
-
-        def finish() -> torch.Tensor:
-            return shaped(even.wait().narrow(0, 0, numel).view(wire_shape), decode, shape)
-
-        return Pending(finish=finish)
-
-    def _uneven_scatter(
-        self, flats: Sequence[torch.Tensor], how: Reduction, wire_shape: Shape, shape: Shape, async_op: bool
-    ) -> Pending[torch.Tensor]:
-        """A reduce-scatter of parts of unlike sizes, as a list."""
-        out = torch.empty_like(flats[self.rank], memory_format=torch.contiguous_format)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = OPS[how.wire or "sum"]  # type: ignore[assignment]
-        options.asyncOp = async_op or not sent_by.in_queue(out)
-        lists = [list(self._by_group_rank(flats))]
-        sent = issued(self, "reduce_scatter", out, self.group.reduce_scatter, [out], lists, options)
-        decode, size = how.decode, self.size
+            arriving = self._all_to_all(parts, [tuple(shape)] * self.size, async_op)
+            return Pending(finish=lambda: reduce_tensors(arriving.wait(), op))
+        if all(p.shape == shape for p in parts):
+            pending = self._scatter_even(packed(ordered), how, async_op)
+            return pending if own.dim() == 1 else Pending(finish=lambda: pending.wait().view(shape))
+        encode, decode, size, me = how.encode, how.decode, self.size, self.group_rank(self.rank)
+        coded = list(ordered) if encode is None else [encode(p.reshape(-1)) for p in ordered]
+        numels = [c.numel() for c in coded]
+        numel, tail, averaged = numels[me], () if encode is None else coded[me].shape[1:], False
+        if eager(own) and not _scatter_pads(numels, coded[me].itemsize):
+            averaged = how.wire == "avg"  # which lists are not reduced with
+            wire = "sum" if averaged else how.wire
+            sent = issue.reduce_scatter_list(self, [c.reshape(-1) for c in coded], me, wire, async_op)
+        else:
+            sent = issue.reduce_scatter(self, spaced(coded, max(numels)), how.wire, async_op)
+        del coded
 
         def finish() -> torch.Tensor:
             got = sent.wait()
-            return shaped((got / size if how.wire == "avg" else got).view(tuple(wire_shape)), decode, shape)
+            got = (got.div_(size) if averaged else got).narrow(0, 0, numel).view(-1, *tail)
+            return (got if decode is None else decode(got)).view(shape)
 
         return Pending(finish=finish)
 
-    def all_gather_flat(self, x: torch.Tensor, *, async_op: bool = False) -> Pending[torch.Tensor]:
+    def _scatter_even(self, flat: torch.Tensor, how: Reduction, async_op: bool) -> Pending[torch.Tensor]:
+        """The reduction of this position's part of `flat`, of as many parts of one size as positions."""
+        decode = how.decode
+        if how.encode is not None:
+            flat = how.encode(flat)
+        tail = flat.shape[1:]  # complex numbers are encoded as pairs
+        sent = issue.reduce_scatter(self, flat.view(-1) if tail else flat, how.wire or "sum", async_op)
+        if decode is None:
+            return Pending(finish=sent.wait, raw=sent.lazy)
+        return Pending(finish=lambda: decode(sent.wait().view(-1, *tail)))
+
+    def _in_order(self, flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The parts of `flat`, which are by group rank, by position."""
+        parts = torch.split(flat, list(sizes))
+        return [parts[self.group_rank(i)] for i in range(self.size)]
+
+    def all_gather_flat(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor | Pending[torch.Tensor]:
         """See `Communicator`: here without a detour by way of parts."""
         if self._order is not None or self.size == 1:
-            return super().all_gather_flat(x, async_op=async_op)
-        dtype, flat = x.dtype, flat_of(x.detach() if x.requires_grad else x)
-        direct = eager(x) and not sent_by.in_queue(x)
-        return _as(dtype, self._gather(flat) if direct else sent_by.all_gather(self, flat, async_op), flat)
+            return super().all_gather_flat(x, async_op)
+        return _result(
+            issue.all_gather(self, flat_of(x.detach() if x.requires_grad else x), async_op), x.dtype, async_op
+        )
 
     def all_to_all_flat(
-        self, flat: torch.Tensor, leave: list[int], arrive: list[int], *, async_op: bool = False
-    ) -> Pending[torch.Tensor]:
+        self, flat: torch.Tensor, leave: list[int], arrive: list[int], async_op: bool = False
+    ) -> torch.Tensor | Pending[torch.Tensor]:
         """See `Communicator`: here without a detour by way of parts."""
         if self._order is not None or self.size == 1:
-            return super().all_to_all_flat(flat, leave, arrive, async_op=async_op)
-        dtype, width = flat.dtype, items_of(flat.dtype)
-        if width > 1:
-            leave, arrive = [n * width for n in leave], [n * width for n in arrive]
+            return super().all_to_all_flat(flat, leave, arrive, async_op)
+        dtype = flat.dtype
+        if dtype is torch.complex128:
+            leave, arrive = _times(leave, flat), _times(arrive, flat)
         flat = flat_of(flat.detach() if flat.requires_grad else flat)
-        return _as(dtype, sent_by.all_to_all(self, flat, arrive, leave, async_op), flat)
+        return _result(issue.all_to_all(self, flat, arrive, leave, async_op), dtype, async_op)
 
-    def reduce_scatter_flat(self, flat: torch.Tensor, op: str, *, async_op: bool = False) -> Pending[torch.Tensor]:
-        """See `Communicator`: here without a detour by way of parts, where the group reduces the dtype itself."""
-        how = reduction(op, flat.dtype, self.size, not self._nccl or flat.device.type == "cpu")
-        plain = how.encode is None and how.decode is None and self._order is None
-        if how.wire is None or not plain or self.size == 1:
-            return super().reduce_scatter_flat(flat, op, async_op=async_op)
-        sent = sent_by.reduce_scatter(self, flat.detach() if flat.requires_grad else flat, how.wire, async_op)
-        return Pending(finish=sent.wait, raw=sent.lazy)
-
-    @property
-    def _in_c(self) -> bool:
-        """False for a group written in Python, as that of ranks that are threads: what it has is what torch calls."""
-        return type(self.group) is dist.ProcessGroup
-
-    @property
-    def _plain(self) -> bool:
-        """True where a collective of the group is one of this communicator, without a look at positions.
-
-        Not where torch compares the shapes that ranks give (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), and not only sizes.
-        """
-        own = self._order is None and self.size > 1 and self._in_c
-        return own and dist.get_debug_level() != dist.DebugLevel.DETAIL
-
-    def _reduction(self, what: Reducing) -> Reduction | None:
-        """How the group reduces, for what is bound; None where nothing is, as that depends on where a tensor is."""
-        if not self._plain or (self._nccl and what.op in ("band", "bor", "bxor")):
-            return None
-        how = reduction(what.op, what.reduced, self.size, True, bound=True)
-        return how if what.wire is None else widened(how, what.wire, what.dtype)
-
-    def bind_all_gather(self, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Communicator`: the group's own call. So are the following."""
-        general = super().bind_all_gather(shape)
-        return comm_bound.gather(self, shape, general) if self._plain else general
-
-    def bind_all_to_all(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Communicator`."""
-        general = super().bind_all_to_all()
-        return comm_bound.exchange(self, general) if self._plain else general
-
-    def bind_reduce_scatter(
-        self, pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, what: Reducing, most: int | None = None
-    ) -> Try | None:
-        """See `Communicator`."""
-        how = self._reduction(what)
-        return None if how is None or how.wire is None else comm_reduced.reduce_scatter(self, how, pack, shape, most)
-
-    def bind_all_reduce(self, what: Reducing) -> Try | None:
-        """See `Communicator`."""
-        how = self._reduction(what)
-        return None if how is None else comm_reduced.reduce(self, how, what)
-
-    def bind_exchange(
-        self, leave: Sequence[int], arrive: Sequence[int]
-    ) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-        """See `Communicator`."""
-        return comm_bound.exchange_into(self, leave, arrive) if self._plain else None
-
-    def bind_gather_into(self) -> Callable[[torch.Tensor, list[torch.Tensor]], bool] | None:
-        """See `Communicator`."""
-        return comm_bound.gather_into(self) if self._plain else None
-
-    def bind_scatter_list(
-        self, views: Callable[[torch.Tensor], list[torch.Tensor]], shape: Shape, what: Reducing
-    ) -> Try | None:
-        """See `Communicator`."""
-        how = self._reduction(what)
-        return None if how is None or how.wire is None else comm_reduced.scatter_list(self, how, views, shape)
-
-    def pads_gather(self, sizes: Sequence[int], dtype: torch.dtype) -> bool | None:
-        """See `Communicator`."""
-        if not self._plain or not comm_bound.carried(dtype):
-            return None
-        return _gather_pads(sizes, dtype.itemsize)
-
-    def pads_scatter(self, sizes: Sequence[int], what: Reducing) -> bool:
-        """See `Communicator`."""
-        return _scatter_pads(sizes, what.reduced.itemsize)
-
-    def reduces_here(self, what: Reducing) -> bool:
-        """See `Communicator`."""
-        how = self._reduction(what)
-        return how is not None and how.wire is None
-
-    def direct(self, device_type: str) -> Direct | None:
-        """See `Communicator`."""
-        return direct_of(self, device_type)
+    def reduce_scatter_flat(
+        self, flat: torch.Tensor, op: str, async_op: bool = False
+    ) -> torch.Tensor | Pending[torch.Tensor]:
+        """See `Communicator`: here without a detour by way of parts."""
+        how = self._reduction(flat, op)
+        if self._order is not None or self.size == 1 or how.wire is None:
+            return super().reduce_scatter_flat(flat, op, async_op)
+        pending = self._scatter_even(flat.detach() if flat.requires_grad else flat, how, async_op)
+        return pending if async_op else pending.wait()
 
     def _all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], async_op: bool
@@ -359,19 +221,17 @@ class C10dCommunicator(Communicator):
         """One all-to-all of a flat buffer. `leave` (elements to each) by group rank, `shapes` by position."""
         width = items_of(dtype)
         arrive = [prod(s) * width for s in self._by_group_rank(shapes)]
-        sent = sent_by.all_to_all(self, flat, arrive, leave, async_op)
-        starts = [0, *accumulate(arrive)]
+        sent = issue.all_to_all(self, flat, arrive, leave, async_op)
 
         def finish() -> list[torch.Tensor]:
-            got = sent.wait()
-            places = [self._place(i) for i in range(self.size)]
-            return [unflat(got.narrow(0, starts[g], arrive[g]), dtype, shapes[i]) for i, g in enumerate(places)]
+            parts = self._in_order(sent.wait(), arrive)
+            return [unflat(part, dtype, shape) for part, shape in zip(parts, shapes)]
 
         return Pending(finish=finish)
 
     def _broadcast(self, x: torch.Tensor, src: int, async_op: bool) -> Pending[torch.Tensor]:
         dtype, shape = x.dtype, x.shape
-        sent = sent_by.broadcast(self, flat_of(x), self._place(src), async_op)
+        sent = issue.broadcast(self, flat_of(x), self.group_rank(src), async_op)
         return Pending(finish=lambda: unflat(sent.wait(), dtype, shape))
 
     def _scatter(
@@ -393,14 +253,15 @@ class C10dCommunicator(Communicator):
                 pending = self._exchange(flat, sizes, dtype, arriving, async_op)
             return Pending(finish=lambda: pending.wait()[src])
         most = max(prod(s) for s in shapes) * items_of(dtype)
-        out = flat_of(like).new_empty(most)
-        sent_parts = [] if flats is None else [[padded(f, most) for f in flats]]
-        options = dist.ScatterOptions()
-        options.rootRank = self._place(src)
-        options.asyncOp = async_op or not sent_by.in_queue(out)
-        sent = issued(self, "scatter", out, self.group.scatter, [out], sent_parts, options)
+        given = None if flats is None else [padded(f, most) for f in flats]
+        sent = issue.scatter(self, flat_of(like).new_empty(most), given, self.group_rank(src), async_op)
         numel = prod(shape) * items_of(dtype)
         return Pending(finish=lambda: unflat(sent.wait().narrow(0, 0, numel), dtype, shape))
+
+
+def _times(sizes: Sequence[int], x: torch.Tensor) -> list[int]:
+    """Elements of `x` as those of its carrier."""
+    return [n * items_of(x.dtype) for n in sizes]
 
 
 _all: weakref.WeakSet[C10dCommunicator] = weakref.WeakSet()

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dtensor.comm.failure import Place, failed
-from dtensor.comm.pending import gathering
+from dtensor.comm.issue import gathering
 
 __all__ = ["Together"]
 

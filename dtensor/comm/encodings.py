@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,20 +38,17 @@ from dtensor.comm.reduce_ops import check_reduction, power, root, wide
 __all__ = ["Reduction", "Step", "reduction", "widened"]
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-_Number = Callable[[int, torch.dtype], Any]
 
 
 class Reduction(NamedTuple):
     """How a backend reduces: `encode`, reduce with the backend's `wire` op, `decode`. `wire` None: gather instead.
 
-    `view`: what `encode` gives is the memory of what it is given; else it is new. `decode` may write to what was
-    reduced.
+    `decode` may write to what was reduced.
     """
 
     wire: str | None
     encode: Step | None = None
     decode: Step | None = None
-    view: bool = False
 
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -66,51 +63,36 @@ _WIDER |= {
 _GATHERED = Reduction(None)
 
 
-def _written(value: int, dtype: torch.dtype) -> Any:
-    return value
-
-
-def _held(value: int, dtype: torch.dtype) -> Any:
-    """A number as a tensor, which an op takes at half the cost of one that it has to make a tensor of."""
-    fits = value <= torch.iinfo(dtype).max
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype if fits else torch.int64, device="cpu")
-
-
 @functools.cache
-def reduction(op: str, dtype: torch.dtype, size: int, native_bits: bool, bound: bool = False) -> Reduction:
+def reduction(op: str, dtype: torch.dtype, size: int, native_bits: bool) -> Reduction:
     """How a group of `size` reduces `dtype` with `op`. Raises as `check_reduction` does.
 
-    `native_bits`: the group has the bit operations. `bound`: for tensors that are `dtensor.comm.fast_path.ready` and
-    not lazily conjugated; to be asked for outside dispatch modes.
+    `native_bits`: the group has the bit operations.
     """
     p = check_reduction(op, dtype)
-    number: _Number = _held if bound else _written
     if op in ("band", "bor", "bxor") and not native_bits and dtype != torch.bool:
         return _GATHERED
     if dtype == torch.bool:
-        return _of_bool(op, number)
+        return _of_bool(op)
     wider = wide(op, dtype) if p is not None or op == "avg" else _WIDER.get(dtype, dtype)
     if wider is not dtype:
-        return widened(reduction(op, wider, size, native_bits, bound), wider, dtype)
+        return widened(reduction(op, wider, size, native_bits), wider, dtype)
     if dtype == torch.uint64:
         return _GATHERED
     if dtype.is_complex:
         if op not in ("sum", "avg") or dtype == torch.complex32:
             return _GATHERED
-        pairs = torch.view_as_real if bound else lambda x: torch.view_as_real(x.resolve_conj())
-        return Reduction(op, pairs, torch.view_as_complex, True)
+        return Reduction(op, lambda x: torch.view_as_real(x.resolve_conj()), torch.view_as_complex)
     if p is not None:
         if p == 0:
             return Reduction("sum")
         return Reduction("sum", lambda x: power(x, p), lambda x: root(x, p))
     if dtype.is_floating_point and op in ("max", "min"):
         if dtype in _BITS:
-            return _ordered(op, dtype, number)
-        return widened(_ordered(op, torch.float32, number), torch.float32, dtype)
+            return _ordered(op, dtype)
+        return widened(_ordered(op, torch.float32), torch.float32, dtype)
     if op == "avg" and not dtype.is_floating_point:
-        by = number(size, dtype)
-        return Reduction("sum", None, lambda x: x.div_(by, rounding_mode="trunc"))
+        return Reduction("sum", None, lambda x: x.div_(size, rounding_mode="trunc"))
     return Reduction(op)
 
 
@@ -124,12 +106,11 @@ def widened(inner: Reduction, wide: torch.dtype, dtype: torch.dtype) -> Reductio
     )
 
 
-def _ordered(op: str, dtype: torch.dtype, number: _Number) -> Reduction:
+def _ordered(op: str, dtype: torch.dtype) -> Reduction:
     """max or min of floats by integers of the same order, NaN beyond the infinity that `op` looks for."""
     bits = _BITS[dtype]
-    top, nans = torch.iinfo(bits).max, _NANS[dtype]
-    sign, all_but_sign = number(8 * bits.itemsize - 1, bits), number(top, bits)
-    turn = number(-nans if op == "max" else nans, bits)
+    sign, all_but_sign = 8 * bits.itemsize - 1, torch.iinfo(bits).max
+    turn = -_NANS[dtype] if op == "max" else _NANS[dtype]
 
     def encode(x: torch.Tensor) -> torch.Tensor:
         b = x.contiguous().view(bits)
@@ -142,11 +123,11 @@ def _ordered(op: str, dtype: torch.dtype, number: _Number) -> Reduction:
     return Reduction(op, encode, decode)
 
 
-def _of_bool(op: str, number: _Number) -> Reduction:
+def _of_bool(op: str) -> Reduction:
     def encode(x: torch.Tensor) -> torch.Tensor:
         return x.contiguous().view(torch.uint8)
 
     if op == "bxor":
-        one = number(1, torch.uint8)  # parity survives uint8's wrap-around
-        return Reduction("sum", encode, lambda x: x.bitwise_and_(one).view(torch.bool), True)
-    return Reduction("max" if op in ("sum", "max", "bor") else "min", encode, lambda x: x.view(torch.bool), True)
+        # parity survives uint8's wrap-around
+        return Reduction("sum", encode, lambda x: x.bitwise_and_(1).view(torch.bool))
+    return Reduction("max" if op in ("sum", "max", "bor") else "min", encode, lambda x: x.view(torch.bool))

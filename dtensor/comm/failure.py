@@ -48,6 +48,10 @@ class Place(Protocol):
     rank: int
     size: int
 
+    @property
+    def compiled(self) -> bool:
+        """False for a group that is written in Python."""
+
 
 watchers: list[Callable[[str], None]] = []
 """Called with the text of every collective that is issued, and its line; see `dtensor.debug.watch`."""

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtensor.comm.communicator import Communicator, Pending, Shape, observers, received
+from dtensor.comm.communicator import Communicator, Shape
+from dtensor.comm.observers import observers, received
+from dtensor.comm.pending import Pending
 from dtensor.comm.reduce_ops import check_reduction
 from dtensor.comm.world import World, fresh_identity
 from dtensor.errors import expect
@@ -43,8 +45,7 @@ class FakeWorld(World):
             expect("fake_world", name, value, int, "an int", "fake_world(8, rank=0)")
         if not 0 <= rank < size:
             raise ValueError(
-                f"fake_world({size}, rank={rank}): the rank must be in 0..{size - 1}\n"
-                "  fix: fake_world(8, rank=0)"
+                f"fake_world({size}, rank={rank}): the rank must be in 0..{size - 1}\n  fix: fake_world(8, rank=0)"
             )
         super().__init__("fake", rank, size, fresh_identity("fake"))
         self.traffic: list[Traffic] = []
@@ -80,11 +81,9 @@ class FakeCommunicator(Communicator):
         self._report("all_reduce", received("all_reduce", self.size, self.rank, x.numel()), x.itemsize)
         return Pending(_zeros(x, x.shape))
 
-    def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
-    ) -> Pending[list[torch.Tensor]]:
+    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape], async_op: bool) -> Pending[list[torch.Tensor]]:
         self._report("all_gather", received("all_gather", self.size, self.rank, shapes), x.itemsize)
-        return Pending([_zeros(x, s) for s in shapes] if into is None else [t.zero_() for t in into])
+        return Pending([_zeros(x, s) for s in shapes])
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]:
         own = parts[self.rank]

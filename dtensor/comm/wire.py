@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
-
-from dtensor.comm.communicator import Pending, Shape
-from dtensor.comm.encodings import Step
 
 __all__ = [
-    "OPS", "as_one", "carried", "carrier_of", "eager", "flat_of", "items_of", "packed", "padded",
-    "put", "shaped", "spaced", "unflat", "waited",
+    "as_one", "carried", "eager", "flat_of", "items_of", "packed", "padded", "spaced", "traced", "unflat", "waited",
 ]  # fmt: skip
 
 # dtypes that backends do not carry, and what they are carried as: the same bits, the same number of elements
@@ -30,9 +25,14 @@ _CARRIER |= {
 }
 
 
+def traced(x: torch.Tensor) -> bool:
+    """True for a tensor of a trace, which has no values and of which a graph is made."""
+    return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
 def eager(x: torch.Tensor) -> bool:
     """False for tensors without values, on meta or of a trace: their collectives must be functional ones."""
-    return not x.is_meta and type(x).__name__ not in ("FakeTensor", "FunctionalTensor")
+    return not x.is_meta and not traced(x)
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:
@@ -41,30 +41,12 @@ def waited(x: torch.Tensor) -> torch.Tensor:
     return x if wait is None else wait()
 
 
-def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """What elements of `dtype` are carried as, one for one (`dtype` itself also for complex128, carried as pairs)."""
-    return _CARRIER.get(dtype, dtype)
-
-
 def carried(x: torch.Tensor) -> torch.Tensor:
     """A view of `x`, which may have gaps, as a dtype that every backend carries."""
     if x.dtype == torch.complex128:
         return torch.view_as_real(x)
     carrier = _CARRIER.get(x.dtype)
     return x if carrier is None else x.view(carrier)
-
-
-def put(pending: Pending[list[torch.Tensor]], into: Sequence[torch.Tensor] | None) -> Pending[list[torch.Tensor]]:
-    """Parts that arrive, copied to where they are wanted."""
-    if into is None:
-        return pending
-
-    def finish() -> list[torch.Tensor]:
-        for to, part in zip(into, pending.wait()):
-            to.copy_(part)
-        return list(into)
-
-    return Pending(finish=finish)
 
 
 def flat_of(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +69,7 @@ def items_of(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.complex128 else 1
 
 
-def unflat(flat: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+def unflat(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A view of `flat`, as `flat_of` made it, as a tensor of `shape` and `dtype`."""
     if dtype == torch.complex128:
         return torch.view_as_complex(flat.view(-1, 2)).view(tuple(shape))
@@ -134,14 +116,3 @@ def spaced(parts: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
         slot[: p.numel()].view(p.shape).copy_(p)
         slot[p.numel() :].zero_()
     return out
-
-
-def shaped(got: torch.Tensor, decode: Step | None, shape: Shape) -> torch.Tensor:
-    """What a reduction gave, decoded, as a tensor of `shape`."""
-    return (got if decode is None else decode(got)).view(tuple(shape))
-
-
-OPS = {
-    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT, "band": dist.ReduceOp.BAND, "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
-}  # fmt: skip

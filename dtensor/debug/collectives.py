@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
-from dtensor.comm.communicator import MESSAGE, purpose
+from dtensor.comm.observers import MESSAGE, purpose
 from dtensor.placement import REDUCE_OPS
 
 __all__ = ["Collective", "CommCounts", "classify", "key_of_kind"]

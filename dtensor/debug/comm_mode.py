@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.debug import report
 from dtensor.debug.collectives import Collective, CommCounts, classify
 from dtensor.debug.module_tree import OUTSIDE, ModuleTree

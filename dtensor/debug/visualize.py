@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from dtensor.spec import Interval, Spec
+from dtensor.intervals import Interval
+from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
 __all__ = ["sharding_grid", "visualize_sharding"]

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor.comm import failure as comm_failure
-from dtensor.comm.pending import Sent
+from dtensor.comm.issue import Sent
 
 __all__ = ["watch_collectives"]
 

@@ -1,9 +1,9 @@
-"""`dtensor.comm_sent`: another name for `dtensor.comm.pending`."""
+"""`dtensor.comm_sent`: another name for `dtensor.comm.issue`."""
 
 from __future__ import annotations
 
 import sys
 
-from dtensor.comm import pending
+from dtensor.comm import issue
 
-sys.modules[__name__] = pending
+sys.modules[__name__] = issue

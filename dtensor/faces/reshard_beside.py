@@ -1,9 +1,9 @@
-"""`dtensor.reshard_beside`: another name for `dtensor.redistribute.executor.side_streams`."""
+"""`dtensor.reshard_beside`: another name for `dtensor.redistribute.executor.asynchronous`."""
 
 from __future__ import annotations
 
 import sys
 
-from dtensor.redistribute.executor import side_streams
+from dtensor.redistribute.executor import asynchronous
 
-sys.modules[__name__] = side_streams
+sys.modules[__name__] = asynchronous

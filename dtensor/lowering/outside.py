@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor.comm.communicator import Communicator, Pending, received
+from dtensor.comm.communicator import Communicator
 from dtensor.comm.fake import FakeCommunicator
+from dtensor.comm.observers import received
+from dtensor.comm.pending import Pending
 from dtensor.debug.collectives import Collective
 from dtensor.dispatch import hit as hot
 from dtensor.dispatch import plain as dispatch_plain

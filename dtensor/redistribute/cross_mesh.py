@@ -25,17 +25,19 @@ import torch
 
 from dtensor.comm.world import kept
 from dtensor.errors import LayoutError, MeshError, explain_error
+from dtensor.intervals import Region, common, region_shape, region_size
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.layout import Axis, coalesce
 from dtensor.placement import Partial, Replicate
 from dtensor.redistribute.cost_model import CostModel, current_cost_model
-from dtensor.redistribute.executor.local import Join, Take
-from dtensor.redistribute.executor.run import exchange_others, run_reshard
-from dtensor.redistribute.geometry import Coord, Region, common, holdings, region_shape, region_size
-from dtensor.redistribute.plan import check_one_tensor, plan_reshard
+from dtensor.redistribute.executor.copies import Place
+from dtensor.redistribute.executor.run import run_reshard
+from dtensor.redistribute.executor.steps import exchange
+from dtensor.redistribute.geometry import Coord, Parts, holdings
+from dtensor.redistribute.plan import ReshardPlan, check_one_tensor, plan_reshard
 from dtensor.redistribute.planner.candidates import scattered_to
 from dtensor.redistribute.planner.layout_space import Space, is_cut
-from dtensor.redistribute.step import ReshardPlan, bytes_text
+from dtensor.redistribute.step import bytes_text
 from dtensor.spec import Spec
 
 __all__ = ["MeshPlan", "plan_between", "redistribute_between"]
@@ -274,8 +276,8 @@ def _keep(have: Spec, want: Spec) -> Callable[[torch.Tensor, bool], torch.Tensor
     if not region_size(wanted):
         shape = region_shape(wanted)
         return lambda x, _: x.new_empty(shape)
-    take = Take([common(held, wanted)[0]], region_shape(held))
-    return lambda x, _: take(x)[0].clone(memory_format=torch.contiguous_format)
+    place = Place(common(held, wanted)[0])
+    return lambda x, _: place.get(x).clone(memory_format=torch.contiguous_format)
 
 
 def _exchange(have: Spec, want: Spec) -> Callable[[torch.Tensor, bool], torch.Tensor]:
@@ -304,17 +306,14 @@ def _exchange(have: Spec, want: Spec) -> Callable[[torch.Tensor, bool], torch.Te
             part = common(holdings(have, have.placements, sources.at(cut)), wanted)[1]
             if region_size(part):
                 into[sender] = part
-    take, join, at = Take(out, region_shape(held)), Join(into, region_shape(wanted)), ranks.index(me)
-
-    def finish(got: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
-        if me not in wanting:
-            return mine.new_zeros(out_shape)
-        got[at] = mine
-        return mine.clone(memory_format=torch.contiguous_format) if join.single == at else join(got)
-
-    move = exchange_others(comm, take, at, into, out_shape, finish)
+    shape = region_shape(held)
+    move = exchange(
+        comm, Parts(shape, len(ranks), lambda: out), Parts(region_shape(wanted), len(ranks), lambda: into),
+        ranks.index(me),
+    )  # fmt: skip
 
     def run(x: torch.Tensor, async_op: bool) -> torch.Tensor:
-        return move(x if own is not None else x.new_empty(region_shape(held)), async_op and me in wanting)
+        got = move(x if own is not None else x.new_empty(shape), async_op and me in wanting)
+        return got if me in wanting else got.new_zeros(out_shape)
 
     return run

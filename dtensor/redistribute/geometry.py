@@ -1,39 +1,40 @@
-"""Set arithmetic on shards: which part of what one rank holds is wanted by another, and where it lies.
+"""Who holds what: the shards of a layout, rank by rank of a group, and which part of one is wanted by another.
 
-A shard is the product of its dims' intervals (`Spec.intervals_of`). The part that two shards share is a
-product too, so it is described dim by dim:
-
-    have [0,4)      want [2,6)         common: global [2,4) = elements [2,4) of have = elements [0,2) of want
-
-A `Region` says, per dim, which runs of a local tensor's elements are meant.
-
-What the ranks of a group hold is worked out dim by dim as well. A dim is cut by few of the group's axes, so there are
-few different runs of it; which of them a rank has is a matter of its positions on those axes alone:
+A shard is the product of its dims' intervals (`dtensor.intervals`). The part that two shards share is a product too, so
+all is worked out dim by dim. A dim is sharded by few of the group's axes, so there are few different runs of it; which
+of them a rank has is a matter of its positions on those axes alone:
 
     S(0), S(1) on (2, 4)      dim 0: a a a a b b b b     dim 1: p q r s p q r s      (of the 8 ranks, in order)
+
+What a step moves between this rank's local tensor and the members of a group is a `Parts`: send regions and receive
+regions. Where they tile the tensor evenly they are given in closed form, and no list of them is made.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
 
+from dtensor.intervals import (
+    Cut,
+    Region,
+    Runs,
+    Tiling,
+    common_runs,
+    cut_runs,
+    dim_intervals,
+    region_shape,
+    region_size,
+)
 from dtensor.placement import Shard, StridedShard
-from dtensor.redistribute.step import Layout, Step
-from dtensor.spec import Cut, Interval, Spec, cut_runs, dim_intervals
+from dtensor.redistribute.step import Layout
+from dtensor.spec import Spec
 
-__all__ = [
-    "Coord", "Region", "Runs", "by_dim", "common", "held_along", "holdings", "members", "received", "region_shape",
-    "region_size", "shared_along",
-]  # fmt: skip
+__all__ = ["Coord", "Parts", "by_dim", "held_along", "holdings", "members", "parts_along", "shared_along"]
 
 Coord = tuple[int, ...]
-Runs = tuple[Interval, ...]
-Region = tuple[Runs, ...]
-"""Per dim, the start and length of runs of a local tensor, ascending; () where nothing is meant."""
-
 
 Cuts = tuple[Cut, ...]
 """What cuts a dim, in order. A position -1 - j stands for every one on the j-th axis of a group."""
@@ -50,7 +51,7 @@ def held_along(spec: Spec, layout: Layout, axes: Sequence[int], coord: Coord) ->
 
 
 def by_dim(spec: Spec, layout: Layout, axes: Sequence[int], coord: Coord) -> list[tuple[Runs, ...]]:
-    """Per dim the runs of each of the `members` along `axes` through `coord`: `held_along` the other way round."""
+    """Per dim the runs of each of the `members` along `axes` through `coord`: `held_along`, transposed."""
     sizes, where = _group(spec, axes, coord)
     return [_runs_of(n, cuts, sizes) for n, cuts in zip(spec.shape, _cuts(spec, layout, where))]
 
@@ -63,6 +64,118 @@ def shared_along(spec: Spec, mine: Layout, theirs: Layout, axes: Sequence[int], 
     sizes, where = _group(spec, axes, coord)
     both = zip(spec.shape, _cuts(spec, mine, coord), _cuts(spec, theirs, where))
     return _by_rank([_shared_runs(n, own, cuts, sizes) for n, own, cuts in both], sizes)
+
+
+def members(spec: Spec, axes: Sequence[int], coord: Coord) -> Iterator[Coord]:
+    """The coords along `axes` (flattened row-major) through `coord`, by position."""
+    at = list(coord)
+    for positions in itertools.product(*[range(spec.mesh.shape[a]) for a in axes]):
+        for a, position in zip(axes, positions):
+            at[a] = position
+        yield tuple(at)
+
+
+class Parts:
+    """Regions of a tensor of `shape`, one for each position of a group; some may be empty.
+
+    Attributes:
+        shape: of the tensor.
+        count: positions.
+        tiling: the regions in closed form, where they are of one shape and tile the tensor; else None.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], count: int, regions: Callable[[], list[Region]], tiling: Tiling | None = None
+    ) -> None:
+        self.shape, self.count, self.tiling, self._make = tuple(shape), count, tiling, regions
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """The regions, in order."""
+        return self._make()
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shape of each."""
+        return [*map(region_shape, self.regions)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each."""
+        if self.tiling is not None:
+            return [math.prod(self.shape) // self.count] * self.count
+        return [*map(region_size, self.regions)]
+
+    @property
+    def even(self) -> bool:
+        """True where all have one shape."""
+        return self.tiling is not None or len({*self.shapes}) == 1
+
+    @cached_property
+    def filled(self) -> list[int]:
+        """Positions whose regions have elements, in the order in which they lie in the tensor."""
+        return sorted([i for i, n in enumerate(self.sizes) if n], key=self.regions.__getitem__)
+
+    @property
+    def single(self) -> int | None:
+        """The position whose region is all there is; None where there are several or none."""
+        return self.filled[0] if self.tiling is None and len(self.filled) == 1 else None
+
+    @cached_property
+    def dim(self) -> int | None:
+        """The dim along which the regions lie one behind the other and are all of the tensor; None without one."""
+        return _adjacent([self.regions[i] for i in self.filled], self.shape)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """True where the tensor is the regions, one after the other, as they lie in memory."""
+        if self.tiling is not None:
+            return self.tiling.in_order
+        ahead = () if self.dim is None else self.shape[: self.dim]
+        return self.dim is not None and self.filled == sorted(self.filled) and all(n == 1 for n in ahead)
+
+    def without(self, position: int) -> Parts:
+        """The same with nothing at `position`."""
+        nothing: Region = ((),) * max(len(self.shape), 1)
+        return Parts(
+            self.shape, self.count, lambda: [nothing if i == position else r for i, r in enumerate(self.regions)]
+        )
+
+
+def parts_along(spec: Spec, mine: Layout, theirs: Layout, axes: Sequence[int], coord: Coord) -> Parts:
+    """`shared_along` as parts of this rank's local tensor."""
+    sizes, where = _group(spec, axes, coord)
+    shape, levels = [], []
+    for n, own, other in zip(spec.shape, _cuts(spec, mine, coord), _cuts(spec, theirs, where)):
+        shape.append(sum([length for _, length in dim_intervals(n, own)]))
+        levels.append(_cut_further(own, other))
+    tiling = None if None in levels else Tiling.of(shape, [level or () for level in levels], sizes)
+    return Parts(shape, math.prod(sizes), lambda: shared_along(spec, mine, theirs, axes, coord), tiling)
+
+
+def _cut_further(own: Cuts, other: Cuts) -> list[tuple[int, int]] | None:
+    """The axes of the group by which `other` cuts what `own` leaves: (number of the axis, size); None: otherwise."""
+    if own[: len(other)] == other:
+        return []
+    if other[: len(own)] != own or any(r >= 0 or factor > 1 for _, r, factor in other[len(own) :]):
+        return None
+    return [(-1 - r, k) for k, r, _ in other[len(own) :]]
+
+
+def _adjacent(regions: Sequence[Region], shape: Sequence[int]) -> int | None:
+    """The dim along which `regions` lie one behind the other, in order, and are all of `shape`."""
+    if not shape or not regions:
+        return None
+    columns = list(zip(*regions))
+    differ = [d for d, (runs, n) in enumerate(zip(columns, shape)) if runs.count(((0, n),)) < len(runs)]
+    if len(differ) > 1:
+        return None
+    dim, at = differ[0] if differ else 0, 0
+    for runs in columns[dim]:
+        if len(runs) != 1 or runs[0][0] != at:
+            return None
+        at += runs[0][1]
+    return dim if at == shape[dim] else None
 
 
 def _cuts(spec: Spec, layout: Layout, where: Sequence[int]) -> list[Cuts]:
@@ -117,86 +230,5 @@ def _shared_runs(size: int, mine: Cuts, theirs: Cuts, sizes: tuple[int, ...]) ->
     if not mine:
         return others
     own = dim_intervals(size, mine)
-    found = {runs: _common_runs(own, runs)[0] for runs in {*others}}
+    found = {runs: common_runs(own, runs)[0] for runs in {*others}}
     return tuple([found[runs] for runs in others])
-
-
-def members(spec: Spec, axes: Sequence[int], coord: Coord) -> Iterator[Coord]:
-    """The coords along `axes` (flattened row-major) through `coord`, by position."""
-    at = list(coord)
-    for positions in itertools.product(*[range(spec.mesh.shape[a]) for a in axes]):
-        for a, position in zip(axes, positions):
-            at[a] = position
-        yield tuple(at)
-
-
-def common(have: Region, want: Region) -> tuple[Region, Region]:
-    """The shared part of two shards, given by their global intervals: as a region of the first and of the second."""
-    pairs = [*map(_common_runs, have, want)]
-    return tuple([first for first, _ in pairs]), tuple([second for _, second in pairs])
-
-
-def _common_runs(a: Runs, b: Runs) -> tuple[Runs, Runs]:
-    if len(a) != 1 or len(b) != 1:
-        return _common_of_many(a, b)
-    (start_a, n_a), (start_b, n_b) = a[0], b[0]
-    lo = max(start_a, start_b)
-    n = min(start_a + n_a, start_b + n_b) - lo
-    return (((lo - start_a, n),), ((lo - start_b, n),)) if n > 0 else ((), ())
-
-
-@lru_cache(maxsize=65536)
-def _common_of_many(a: Runs, b: Runs) -> tuple[Runs, Runs]:
-    in_a: list[Interval] = []
-    in_b: list[Interval] = []
-    i = j = at_a = at_b = 0
-    while i < len(a) and j < len(b):
-        (start_a, n_a), (start_b, n_b) = a[i], b[j]
-        lo, hi = max(start_a, start_b), min(start_a + n_a, start_b + n_b)
-        if lo < hi:
-            _add(in_a, at_a + lo - start_a, hi - lo)
-            _add(in_b, at_b + lo - start_b, hi - lo)
-        if start_a + n_a <= start_b + n_b:
-            i, at_a = i + 1, at_a + n_a
-        else:
-            j, at_b = j + 1, at_b + n_b
-    return tuple(in_a), tuple(in_b)
-
-
-def _add(runs: list[Interval], start: int, length: int) -> None:
-    if runs and runs[-1][0] + runs[-1][1] == start:
-        runs[-1] = (runs[-1][0], runs[-1][1] + length)
-    else:
-        runs.append((start, length))
-
-
-def region_shape(region: Region) -> tuple[int, ...]:
-    """Shape of the tensor that a region is."""
-    return tuple([runs[0][1] if len(runs) == 1 else sum([n for _, n in runs]) for runs in region])
-
-
-def region_size(region: Region) -> int:
-    """Elements of a region."""
-    return math.prod(region_shape(region))
-
-
-def received(spec: Spec, step: Step, coord: Coord) -> int:
-    """Elements that the rank at `coord` receives in `step`.
-
-    Reductions count as on a ring of k ranks: (k-1)/k of what is scattered, 2(k-1)/k of what is reduced whole.
-    """
-    if not step.is_collective:
-        return 0
-    if step.kind == "spread_reduce":
-        from dtensor.redistribute.division import arrivals
-
-        return arrivals(spec, step, coord)
-    k = math.prod(spec.mesh.shape[a] for a in step.axes)
-    want = holdings(spec, step.dst, coord)
-    if step.kind == "all_reduce":
-        return 2 * region_size(want) * (k - 1) // k
-    if step.kind == "reduce_scatter":
-        return sum(map(region_size, held_along(spec, step.dst, step.axes, coord))) * (k - 1) // k
-    arrive = shared_along(spec, step.dst, step.src, step.axes, coord)
-    mine = common(holdings(spec, step.src, coord), want)[1]
-    return sum(map(region_size, arrive)) - region_size(mine)

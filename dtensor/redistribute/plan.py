@@ -61,22 +61,88 @@ reductions of the positions give the tensor's value; plans are equal on all rank
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+
+import torch
 
 from dtensor.comm.world import kept
 from dtensor.errors import LayoutError, MeshError, expect, explain_error
+from dtensor.intervals import common, region_size
 from dtensor.placement import Partial, Replicate
 from dtensor.redistribute.cost_model import CostModel, current_cost_model
+from dtensor.redistribute.geometry import Coord, held_along, holdings, shared_along
 from dtensor.redistribute.planner.balanced_reduction import in_stages
+from dtensor.redistribute.planner.division import arrivals
 from dtensor.redistribute.planner.layout_space import Space, is_cut
 from dtensor.redistribute.planner.search import cheapest
-from dtensor.redistribute.step import Layout, ReshardPlan, Step
+from dtensor.redistribute.step import Layout, Step
 from dtensor.spec import Spec
 
-__all__ = ["ReshardPlan", "Step", "check_one_tensor", "plan_reshard"]
+__all__ = ["ReshardPlan", "Step", "check_one_tensor", "plan_reshard", "received"]
 
 _REPLICATE, _SUM = Replicate(), Partial()
 _FILL = {"product": "one_fill", "avg": "keep", "min": "keep", "max": "keep", "band": "keep", "bor": "keep"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardPlan:
+    """How to bring a tensor from the layout of `src` to that of `dst`; equal on all ranks of the mesh.
+
+    Attributes:
+        src, dst: specs of one tensor on one mesh.
+        steps: what to do, in order; () where nothing is to be done.
+        cost: seconds, by the cost model that chose the steps.
+    """
+
+    src: Spec
+    dst: Spec
+    steps: tuple[Step, ...]
+    cost: float
+    bound: list[Callable[[torch.Tensor, bool], torch.Tensor]] = field(default_factory=list, repr=False)
+    """The executor's: the plan bound to this rank's coord, filled at the first run."""
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Kinds of the collectives, in order; a step that takes several is there several times."""
+        return tuple(s.kind for s in self.steps for _ in range(s.launches))
+
+    @property
+    def received_elements(self) -> int:
+        """Elements that this rank receives; 0 for a rank outside the mesh."""
+        return 0 if self.src.mesh.coord is None else self.received_by(self.src.mesh.coord)
+
+    def received_by(self, coord: Sequence[int]) -> int:
+        """Elements that the rank at `coord` receives, by set arithmetic."""
+        return sum(received(self.src, step, tuple(coord)) for step in self.steps)
+
+    def __str__(self) -> str:
+        names = [self.src.mesh.axis_name(a) for a in range(len(self.src.placements))]
+        lines = [f"{self.src} -> {self.dst}: {len(self.collectives)} collectives, {self.cost * 1e6:.1f} us"]
+        lines += [f"  {i}. {step.describe(names)}" for i, step in enumerate(self.steps, 1)]
+        return "\n".join(lines)
+
+
+def received(spec: Spec, step: Step, coord: Coord) -> int:
+    """Elements that the rank at `coord` receives in `step`.
+
+    Reductions count as on a ring of k ranks: (k-1)/k of what is scattered, 2(k-1)/k of what is reduced to a replica.
+    """
+    if not step.is_collective:
+        return 0
+    if step.kind == "spread_reduce":
+        return arrivals(spec, step, coord)
+    k = math.prod(spec.mesh.shape[a] for a in step.axes)
+    want = holdings(spec, step.dst, coord)
+    if step.kind == "all_reduce":
+        return 2 * region_size(want) * (k - 1) // k
+    if step.kind == "reduce_scatter":
+        return sum(map(region_size, held_along(spec, step.dst, step.axes, coord))) * (k - 1) // k
+    arrive = shared_along(spec, step.dst, step.src, step.axes, coord)
+    mine = common(holdings(spec, step.src, coord), want)[1]
+    return sum(map(region_size, arrive)) - region_size(mine)
 
 
 def plan_reshard(src: Spec, dst: Spec) -> ReshardPlan:

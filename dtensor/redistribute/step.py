@@ -1,17 +1,15 @@
-"""Steps and plans of a redistribution: frozen, printable values."""
+"""Steps of a redistribution: frozen, printable values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from dtensor.placement import Placement
-from dtensor.spec import Spec
 
-__all__ = ["COLLECTIVES", "Layout", "ReshardPlan", "Step", "bytes_text"]
+__all__ = ["COLLECTIVES", "Layout", "Step", "bytes_text"]
 
 Layout = tuple[Placement, ...]
 COLLECTIVES = frozenset(
@@ -67,46 +65,6 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         return self.describe([str(a) for a in range(len(self.src))])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReshardPlan:
-    """How to bring a tensor from the layout of `src` to that of `dst`; equal on all ranks of the mesh.
-
-    Attributes:
-        src, dst: specs of one tensor on one mesh.
-        steps: what to do, in order; () where nothing is to be done.
-        cost: seconds, by the cost model that chose the steps.
-    """
-
-    src: Spec
-    dst: Spec
-    steps: tuple[Step, ...]
-    cost: float
-    bound: list[Callable[[torch.Tensor, bool], torch.Tensor]] = field(default_factory=list, repr=False)
-    """The executor's: the plan bound to this rank's coord, filled at the first run."""
-
-    @property
-    def collectives(self) -> tuple[str, ...]:
-        """Kinds of the collectives, in order; a step that takes several is there several times."""
-        return tuple(s.kind for s in self.steps for _ in range(s.launches))
-
-    @property
-    def received_elements(self) -> int:
-        """Elements that this rank receives; 0 for a rank outside the mesh."""
-        return 0 if self.src.mesh.coord is None else self.received_by(self.src.mesh.coord)
-
-    def received_by(self, coord: Sequence[int]) -> int:
-        """Elements that the rank at `coord` receives, by set arithmetic."""
-        from dtensor.redistribute.geometry import received
-
-        return sum(received(self.src, step, tuple(coord)) for step in self.steps)
-
-    def __str__(self) -> str:
-        names = [self.src.mesh.axis_name(a) for a in range(len(self.src.placements))]
-        lines = [f"{self.src} -> {self.dst}: {len(self.collectives)} collectives, {self.cost * 1e6:.1f} us"]
-        lines += [f"  {i}. {step.describe(names)}" for i, step in enumerate(self.steps, 1)]
-        return "\n".join(lines)
 
 
 def _layout(layout: Layout) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.comm.communicator import traced
+from dtensor.intervals import Interval
 from dtensor.rules.call import Call
-from dtensor.spec import Interval, Spec
+from dtensor.spec import Spec
 
 __all__ = ["KernelContext", "looks_at_values", "traced"]
 

@@ -33,10 +33,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dtensor.intervals import local_sizes
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.rules.call import Call
 from dtensor.rules.kernel import KernelContext
-from dtensor.spec import Spec, local_sizes
+from dtensor.spec import Spec
 
 __all__ = [
     "Bind", "Builder", "Choice", "Dims", "Entry", "Kernel", "Linear", "LocalPart", "Rule", "State", "Want",

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor.comm.communicator import Communicator, Pending, Shape, observers, received, traced
+from dtensor.comm.communicator import Communicator, Shape
+from dtensor.comm.observers import observers, received
+from dtensor.comm.pending import Pending
 from dtensor.comm.reduce_ops import check_reduction, reduce_tensors
+from dtensor.comm.wire import traced
 from dtensor.comm.world import World, check_own
 from dtensor.simulation.rank_threads import CollectiveMismatch, RankThreads, Signature
 
@@ -152,13 +155,10 @@ class SimulatedCommunicator(Communicator):
         got = self._meet("all_reduce", signature, x, lambda xs: spec_all_reduce(xs, op), elements, x.itemsize)
         return Pending(got)
 
-    def _all_gather(
-        self, x: torch.Tensor, shapes: Sequence[Shape], into: Sequence[torch.Tensor] | None, async_op: bool
-    ) -> Pending[list[torch.Tensor]]:
+    def _all_gather(self, x: torch.Tensor, shapes: Sequence[Shape], async_op: bool) -> Pending[list[torch.Tensor]]:
         elements = received("all_gather", self.size, self.rank, shapes)
         signature = ("shapes", tuple(tuple(s) for s in shapes), "dtype", x.dtype)
-        got = self._meet("all_gather", signature, x, spec_all_gather, elements, x.itemsize)
-        return Pending(got if into is None else [to.copy_(part) for to, part in zip(into, got)])
+        return Pending(self._meet("all_gather", signature, x, spec_all_gather, elements, x.itemsize))
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor], op: str, async_op: bool) -> Pending[torch.Tensor]:
         own = parts[self.rank]

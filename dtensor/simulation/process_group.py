@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 
-from dtensor.comm.communicator import observers, received
+from dtensor.comm.observers import observers, received
 from dtensor.comm.reduce_ops import check_reduction, reduce_tensors
 from dtensor.comm.world import check_own
 from dtensor.simulation.communicator import SimulatedWorld, run_local

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.mesh import DeviceMesh, init_device_mesh
 from dtensor.simulation.simulate import fake_world
 from dtensor.tensor import DTensor

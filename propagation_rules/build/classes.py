@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dtensor.intervals import Interval
 from dtensor.rules.kernel import looks_at_values
-from dtensor.spec import Interval
 
 __all__ = ["bad_targets", "check_targets", "local_slots", "named_target", "out_of_bounds"]
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from dtensor.intervals import Interval, dim_intervals
 from dtensor.placement import Shard, StridedShard
-from dtensor.spec import Interval, Spec, dim_intervals
+from dtensor.spec import Spec
 
 __all__ = [
     "Block",

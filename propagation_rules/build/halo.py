@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.comm.communicator import Communicator
+from dtensor.intervals import Interval
 from dtensor.rules.kernel import KernelContext
-from dtensor.spec import Interval, Spec
+from dtensor.spec import Spec
 
 from .exchange import places
 

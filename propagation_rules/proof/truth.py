@@ -25,7 +25,7 @@ import torch
 
 import dtensor
 from dtensor import DeviceMesh, DTensor, init_device_mesh
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.dispatch import hit as hot
 from dtensor.dispatch import miss as slow
 from dtensor.dispatch.call import make_call, output_metas

@@ -11,8 +11,10 @@ from helpers.comm_cases import DTYPES, FLOATS, OTHERS, every, exercise_movement,
 from helpers.gloo_ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor.comm.communicator import Communicator, Pending, observers
+from dtensor.comm.communicator import Communicator
 from dtensor.comm.encodings import reduction
+from dtensor.comm.observers import observers
+from dtensor.comm.pending import Pending
 from dtensor.comm.reduce_ops import reduce_tensors
 from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.simulate import Traffic, fake_world, simulate

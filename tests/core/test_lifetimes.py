@@ -23,7 +23,7 @@ import dtensor
 from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.communicator import Communicator
 from dtensor.comm.world import World
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.plan import ReshardPlan
 from dtensor.spec import Spec
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

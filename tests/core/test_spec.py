@@ -9,16 +9,9 @@ import torch
 
 from dtensor import Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from dtensor.errors import LayoutError
+from dtensor.intervals import Interval, cut_runs, dim_intervals, parts_of_runs
 from dtensor.simulate import fake_world, simulate
-from dtensor.spec import (
-    Interval,
-    Spec,
-    contiguous_stride,
-    cut_runs,
-    dim_intervals,
-    normalize_placements,
-    parts_of_runs,
-)
+from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.tensor_methods.offsets import compute_local_shape_and_global_offset
 
 

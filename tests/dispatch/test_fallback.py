@@ -14,7 +14,7 @@ from helpers.samples import strided as samples_strided
 
 import dtensor
 from dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.dispatch import no_rule as rule_absent
 from dtensor.dispatch import plain_origin
 from dtensor.dispatch.decompositions import decomposition_of

@@ -17,7 +17,7 @@ import dtensor
 import dtensor.errors
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor import tensor as tensor_module
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.dispatch import products
 
 R, P = Replicate(), Partial()

@@ -149,7 +149,7 @@ def test_dropout_gradient_uses_the_mask() -> None:
 
 
 def test_equal_seeds_send_nothing() -> None:
-    from dtensor.comm.communicator import observers
+    from dtensor.comm.observers import observers
 
     def run() -> list[str]:
         mesh = init_device_mesh("cpu", (4,))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from environment import Environment, Skip, close
 
 from dtensor import DTensor, Partial, Placement, Replicate, Shard
-from dtensor.comm import pending as comm_sent
+from dtensor.comm import issue as comm_sent
 from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.communicator import Communicator
 from dtensor.comm.reduce_ops import reduce_tensors

@@ -86,7 +86,7 @@ def case_overlap(env: Environment) -> None:
     """Redistributions of several collectives run on a stream beside, and give the same whatever runs meanwhile."""
     if not env.cuda or env.world < 4:
         raise Skip("it needs streams and a mesh of two axes")
-    from dtensor.redistribute.executor.side_streams import _sides
+    from dtensor.redistribute.executor.asynchronous import _sides
 
     mesh, n = env.mesh(2, env.world // 2), 256 if env.quick else 2048
     full = rand(env, n, n)

@@ -259,7 +259,7 @@ class Philox:
 def test_seeded_draws_of_a_cuda_generator() -> None:
     """Replicas draw alike, shards differ, the stream goes on by one number; no host waits where nothing must agree."""
     from dtensor import simulate
-    from dtensor.comm.communicator import observers
+    from dtensor.comm.observers import observers
 
     def body() -> list[Any]:
         mesh = init_device_mesh("cpu", (2, 2))

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
-from dtensor.comm import pending as comm_sent
+from dtensor.comm import issue as comm_sent
 from dtensor.comm.wire import eager, waited
-from dtensor.redistribute.executor import side_streams as reshard_beside
+from dtensor.redistribute.executor import asynchronous
 from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.redistribute.plan import plan_reshard
 from dtensor.spec import Spec, contiguous_stride
@@ -225,9 +225,9 @@ class Streams:
 def with_streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """CPU tensors count as those of a device, whose streams write down what is asked of them."""
     streams = Streams()
-    monkeypatch.setattr(reshard_beside, "in_queue", eager)
-    monkeypatch.setattr(reshard_beside, "streams", lambda device: streams)
-    monkeypatch.setattr(reshard_beside, "_sides", {})
+    monkeypatch.setattr(asynchronous, "in_queue", eager)
+    monkeypatch.setattr(asynchronous, "streams", lambda device: streams)
+    monkeypatch.setattr(asynchronous, "_sides", {})
     mark = lambda self, stream: streams.log.append(f"memory used on {stream.name}")  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "record_stream", mark)
     return streams

@@ -16,7 +16,7 @@ from helpers.gloo_ranks import run_ranks
 from helpers.launches import Group, NothingRead, R, as_on_gpus, move, on_rank, played, recorded
 
 from dtensor import DTensor, Partial, Placement, Shard, init_device_mesh, simulate
-from dtensor.comm import pending as comm_sent
+from dtensor.comm import issue as comm_sent
 from dtensor.comm.coalescing import Together
 from dtensor.errors import CollectiveError
 from dtensor.propagation_rules.optimizers import pending_gradients

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from dtensor.comm.communicator import Communicator, Pending
+from dtensor.comm.communicator import Communicator
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.simulation.communicator import SPECIFICATION
 
@@ -85,7 +85,6 @@ def exercise_movement(c: Communicator, dtypes: Sequence[torch.dtype]) -> None:
         flat = values(dtype, shape, c.rank)
         for r, got in enumerate(c.all_gather(flat, [shape] * c.size)):
             same(got, values(dtype, shape, r), (dtype, "even all_gather"))
-        exercise_gaps(c, dtype, shape)
         parts = [[values(dtype, ((i + 2 * j) % 3, *shape), 8 * i + j) for j in range(c.size)] for i in range(c.size)]
         expected_parts = SPECIFICATION["all_to_all"](parts)[c.rank]
         got_parts = c.all_to_all(parts[c.rank], [e.shape for e in expected_parts])
@@ -99,19 +98,6 @@ def exercise_movement(c: Communicator, dtypes: Sequence[torch.dtype]) -> None:
             for known in (None, shapes):
                 expected = SPECIFICATION["scatter"]([xs if i == src else None for i in range(c.size)], src)[c.rank]
                 same(c.scatter(given, like, src, shapes=known), expected, (dtype, "scatter"))
-
-
-def exercise_gaps(c: Communicator, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A gather into parts of one result, even and uneven, along its last dim."""
-    for widths in ([2] * c.size, [1 + r for r in range(c.size)], [7 * (r == 0) for r in range(c.size)]):
-        shapes = [(*shape, w) for w in widths]
-        whole = torch.zeros((*shape, sum(widths)), dtype=dtype)
-        into = list(whole.split(widths, -1))
-        for async_op in (False, True):
-            got = c.all_gather(values(dtype, shapes[c.rank], c.rank), shapes, into=into, async_op=async_op)
-            got = got.wait() if isinstance(got, Pending) else got
-            assert all(g is i for g, i in zip(got, into))
-            same(whole, torch.cat([values(dtype, s, r) for r, s in enumerate(shapes)], -1), (dtype, "into"))
 
 
 def communicators() -> Iterator[Communicator]:

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor import DTensor, Placement, Replicate, init_device_mesh
-from dtensor.comm import pending as comm_sent
+from dtensor.comm import issue as comm_sent
 from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.wire import eager
 from dtensor.dispatch import lists as dispatch_lists

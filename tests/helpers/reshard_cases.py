@@ -14,7 +14,7 @@ import torch
 
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.plan import ReshardPlan
 from dtensor.spec import Spec, contiguous_stride
 
 Layout = tuple[Placement, ...]

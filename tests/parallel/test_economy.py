@@ -16,7 +16,7 @@ from helpers.parallel import same, seeded
 from torch import nn
 
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh, simulate
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from dtensor.redistribute.cost_model import CostModel, use_cost_model
 from meter import Meter

@@ -25,13 +25,14 @@ import torch
 from helpers.reshard_cases import Layout, P, R, as_many, local_of, numbers, shard_of, spec_of
 
 import dtensor
-from dtensor.comm.communicator import observers, padding_counts
+from dtensor.comm.communicator import padding_counts
+from dtensor.comm.observers import observers
+from dtensor.intervals import region_size
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Shard, StridedShard
 from dtensor.redistribute.executor.run import run_reshard
-from dtensor.redistribute.geometry import holdings, members, received, region_size
-from dtensor.redistribute.plan import plan_reshard
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.geometry import holdings, members
+from dtensor.redistribute.plan import ReshardPlan, plan_reshard, received
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

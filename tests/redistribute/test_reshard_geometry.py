@@ -10,20 +10,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from dtensor.intervals import Region, Runs, common, region_shape, region_size
 from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.redistribute.executor.local import side_by_side
-from dtensor.redistribute.geometry import (
-    Region,
-    Runs,
-    by_dim,
-    common,
-    held_along,
-    holdings,
-    members,
-    region_shape,
-    shared_along,
-)
+from dtensor.redistribute.geometry import Parts, by_dim, held_along, holdings, members, parts_along, shared_along
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 
@@ -110,7 +100,7 @@ def test_the_axes_of_a_group_ascend() -> None:
             held_along(spec, spec.placements, (1, 0), (0, 0))
 
 
-def test_regions_side_by_side_are_those_that_make_up_the_whole_in_order() -> None:
+def test_adjacent_regions_are_those_that_make_up_the_tensor_along_a_dim() -> None:
     draw, found = random.Random(3), {True: 0, False: 0}
     for _ in range(600):
         whole = tuple(draw.choice((1, 2, 3, 5, 8)) for _ in range(draw.choice((1, 2, 3))))
@@ -125,14 +115,43 @@ def test_regions_side_by_side_are_those_that_make_up_the_whole_in_order() -> Non
             other = draw.choice(regions)
             some: list[Runs] = [(), ((0, 1),), ((0, 1), (2, 1))]
             other[draw.randrange(len(whole))] = draw.choice(some)
-        parts = [flat(tuple(region)) for region in regions]
+        parts = [part for region in regions if all(part := flat(tuple(region)))]
         ways = [
             d
             for d, n in enumerate(whole)
             if [i for part in parts for i in part[d]] == [*range(n)]
             and all(part[e] == [*range(m)] for part in parts for e, m in enumerate(whole) if e != d)
         ]
-        got = side_by_side([tuple(region) for region in regions], whole)
+        named = [tuple(region) for region in regions]
+        got = Parts(whole, len(named), named.copy).dim
         assert got in ways if ways else got is None, (regions, whole)
         found[bool(ways)] += 1
     assert min(found.values()) > 100
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2), (2, 3), (1, 4), (2, 3, 2)], ids=str)
+def test_tilings_are_the_regions_that_they_stand_for(mesh_shape: tuple[int, ...]) -> None:
+    """Parts in closed form, taken by views of the tensor, are those that the list of regions names."""
+    draw, tiled = random.Random(math.prod(mesh_shape)), 0
+    with fake_world(math.prod(mesh_shape)):
+        mesh = init_device_mesh("cpu", mesh_shape)
+        coords = [*itertools.product(*map(range, mesh_shape))]
+        for _ in range(400):
+            shape = tuple(draw.choice((4, 6, 8, 12, 24, 0)) for _ in range(draw.choice((1, 2, 2, 3))))
+            mine, theirs = (drawn(draw, len(shape), len(mesh_shape)) for _ in range(2))
+            spec = Spec.make(mesh, mine, shape, contiguous_stride(shape), torch.float32)
+            axes = tuple(a for a in range(len(mesh_shape)) if draw.random() < 0.8) or (0,)
+            parts = parts_along(spec, mine, theirs, axes, draw.choice(coords))
+            if parts.tiling is None:
+                continue
+            tiled += 1
+            x = torch.arange(math.prod(parts.shape)).view(parts.shape)
+            rows = x.view(parts.tiling.split).permute(parts.tiling.order).reshape(parts.count, -1)
+            for row, region in zip(rows, parts.regions):
+                some = x
+                for d, where in enumerate(flat(region)):
+                    some = some.index_select(d, torch.tensor(where, dtype=torch.int64))
+                assert torch.equal(row, some.reshape(-1)), (spec, theirs, region)
+            assert parts.sizes == [*map(region_size, parts.regions)] and parts.even
+            assert not parts.in_order or torch.equal(rows.reshape(-1), x.view(-1))
+    assert tiled, mesh_shape

@@ -15,7 +15,7 @@ from helpers.reshard_cases import Layout, P, R, local_of, numbers, shard_of, spe
 
 import dtensor
 from dtensor import DTensor, distribute_tensor
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.errors import MeshError
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Shard, StridedShard

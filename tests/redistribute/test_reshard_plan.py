@@ -16,10 +16,9 @@ from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh.device_mesh import init_device_mesh
 from dtensor.placement import Partial, Replicate, Shard, StridedShard
 from dtensor.redistribute.cost_model import CostModel, use_cost_model
-from dtensor.redistribute.plan import plan_reshard
+from dtensor.redistribute.plan import ReshardPlan, plan_reshard
 from dtensor.redistribute.planner.layout_space import Space
 from dtensor.redistribute.planner.search import cheapest
-from dtensor.redistribute.step import ReshardPlan
 from dtensor.simulate import fake_world
 from dtensor.spec import Spec, contiguous_stride
 

@@ -17,13 +17,12 @@ import torch
 from helpers.reshard_cases import Layout, R, as_many, local_of, numbers, shard_of, spec_of
 
 import dtensor
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Shard, StridedShard
 from dtensor.redistribute.cost_model import CostModel, use_cost_model
 from dtensor.redistribute.executor.run import run_reshard
-from dtensor.redistribute.plan import plan_reshard
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.plan import ReshardPlan, plan_reshard
 
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 3), (4, 2), (2, 2, 2), (2, 1, 2))
 MODELS = (

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor
 from dtensor import DTensor, distribute_tensor
-from dtensor.comm import pending as comm_sent
-from dtensor.comm.communicator import observers
+from dtensor.comm import issue as comm_sent
+from dtensor.comm.observers import observers
 from dtensor.comm.wire import eager
 from dtensor.errors import LayoutError
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
@@ -378,12 +378,13 @@ MORE = {
     "all_to_all": "what several ranks want is sent once for each; what arrives lies in a buffer until it is in place",
     "all_to_all_reduce": "the pending parts of what a rank wants arrive together, before they are reduced",
     "spread_reduce": "the parts that a rank reduces arrive together, and the sums that it sends are laid side by side",
-    "all_gather": "uneven or split-factor shards travel in buffers of their own, of the result's size together",
+    "all_gather": "shards that do not follow each other in the result lie in a buffer until they are in place",
     "reduce_scatter": "parts of a split-factor shard are laid side by side, then padded to one size",
 }
 """Why more than input and output may be held: see `most_bytes`.
 
-Of small tensors, as here: large ones hold no more, but for spread reductions (`test_reshard_direct.py`).
+Of small tensors, as here: large ones hold no more, but for reductions by receivers and balanced ones
+(`test_reshard_unbuffered.py`).
 """
 
 
@@ -391,13 +392,13 @@ def most_bytes(collectives: tuple[str, ...], kinds: Layout, even: bool, held: in
     """What a redistribution may allocate: as much as its input and output, or for the reasons in `MORE`."""
     most = held + made
     strided = any(isinstance(p, StridedShard) for p in kinds)
-    if "all_to_all" in collectives or ("all_gather" in collectives and (strided or not even)):
+    if "all_to_all" in collectives or "all_gather" in collectives:
         most = max(most, 2 * made)
     if "all_to_all_reduce" in collectives or "spread_reduce" in collectives:
         most = 2 * held + made
     if "reduce_scatter" in collectives and strided and not even:
         most = 2 * held + made
-    if "all_gather" in collectives[1:] and not even:
+    if "all_gather" in collectives[1:]:
         most += held
     return most if even else int(1.05 * most)
 

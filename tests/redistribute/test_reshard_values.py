@@ -7,6 +7,7 @@ every step of a plan, not only after the last.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ import dtensor
 from dtensor.comm.reduce_ops import reduce_tensors
 from dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor.redistribute import geometry
 from dtensor.redistribute.cost_model import CostModel, use_cost_model
-from dtensor.redistribute.executor import run as reshard_run
+from dtensor.redistribute.executor import steps
 from dtensor.redistribute.executor.run import redistribute_local, run_reshard
-from dtensor.redistribute.plan import plan_reshard
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.plan import ReshardPlan, plan_reshard
 
 
 def check(
@@ -289,13 +290,18 @@ def test_wrong_positions_are_caught(
     mesh_shape: tuple[int, ...], src: Layout, dst: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not _one_fault(mesh_shape, src, dst)
-    for right in (reshard_run.held_along, reshard_run.shared_along):
-        monkeypatch.setattr(reshard_run, right.__name__, lambda *args, right=right: right(*args)[::-1])
+    right = steps.parts_along
+
+    def reversed_parts(*args: Any) -> geometry.Parts:
+        parts = right(*args)
+        return geometry.Parts(parts.shape, parts.count, lambda: parts.regions[::-1])
+
+    monkeypatch.setattr(steps, "parts_along", reversed_parts)
     assert _one_fault(mesh_shape, src, dst)
 
 
 def test_a_missing_fill_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reshard_run._BIND, "zero_fill", reshard_run._keep)
+    monkeypatch.setitem(steps._BIND, "zero_fill", steps._keep)
     assert _one_fault((2,), (Replicate(),), (Partial(),))
 
 

@@ -9,7 +9,7 @@ from helpers.laws import HELD, Sample, check_layouts, check_strategies
 from helpers.samples.attention import SAMPLES, qkv
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 
 COMPARED = [s for s in SAMPLES if "learned" not in s.name]
 

@@ -9,7 +9,7 @@ from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, ra
 from helpers.samples.embedding import BAGS, RENORM, SAMPLES
 
 from dtensor import DeviceMesh, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 
 
 @pytest.mark.parametrize("sample", [*SAMPLES, *RENORM, *BAGS], ids=lambda s: s.name)

@@ -16,7 +16,7 @@ from helpers.samples.exchange import NO_STRATEGIES, SAMPLES
 
 import dtensor
 from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.dispatch.materialized import MovedSpec
 from dtensor.propagation_rules.build import exchange_plan
 from dtensor.propagation_rules.build.exchange import Run, backwards, busiest, cutting, exchange, places

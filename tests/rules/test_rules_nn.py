@@ -9,7 +9,7 @@ from helpers.laws import HELD, Sample, check_layouts, check_strategies, rand
 from helpers.samples import nn as samples_nn
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 
 SAMPLES = [s for table in vars(samples_nn).values() if isinstance(table, list) for s in table if isinstance(s, Sample)]
 

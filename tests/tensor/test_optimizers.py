@@ -25,7 +25,7 @@ from dtensor import (
     init_device_mesh,
     simulate,
 )
-from dtensor.comm.communicator import observers
+from dtensor.comm.observers import observers
 from dtensor.dispatch import hit as hot
 from dtensor.errors import MeshError, MixedTensorError
 

@@ -1,4 +1,21 @@
-"""Results that are still on their way: tensors that finish a collective, and what follows it, when first used."""
+"""Asynchronous redistributions: results that are still under way, and steps that run on a side stream.
+
+A result under way is a tensor that finishes a collective, and what follows it, when it is first used.
+
+An asynchronous redistribution of one collective needs no more: the group has a stream of its own. Of several steps only
+the last could be left under way so; the ones before it would make the current stream wait, and with it all that the
+program queues next. So the whole plan runs on a side stream of the device:
+
+    current stream    ...x ── copy ──┬── the program's next kernels ───┬── first use of the result ...
+    side stream                      └── step 1 ── step 2 ── event ────┘
+
+The side stream starts after what the current one has queued so far, and the result waits for the side stream's event
+when it is first used, on whatever stream is current then. The host waits for nothing. The plan reads a copy of `x`,
+made on the current stream, as the program may write to `x` at once. Where `x` is itself under way, the current stream
+waits for it, as it counts as there from then on, for all streams. Memory: the copy is marked as used by the side stream
+and the result as used by the stream that takes it, so that the allocator gives neither out too early. While a CUDA
+graph is captured the steps stay on the capturing stream.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +25,12 @@ from typing import Any
 
 import torch
 
-from dtensor.comm.communicator import Pending, traced
-from dtensor.comm.pending import gathering
+from dtensor.comm.issue import gathering, in_queue
+from dtensor.comm.pending import Pending
+from dtensor.comm.wire import traced, waited
 from dtensor.errors import CollectiveError
 
-__all__ = ["arriving", "belongs_to", "unwaited"]
+__all__ = ["arriving", "belongs_to", "has_side_stream", "on_side_stream", "unwaited"]
 
 
 def unwaited(finish: Callable[[], torch.Tensor], like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -120,3 +138,48 @@ def _unwaited_class() -> Any:
 
     Unwaited.__name__ = AsyncCollectiveTensor.__name__  # by which others tell that there is something to wait for
     return Unwaited
+
+
+# ------------------------------------------------------------ side streams
+_sides: dict[torch.device, Any] = {}
+
+
+def streams(device: torch.device) -> Any:
+    """What torch calls the device's module, with `Stream`, `Event`, `current_stream` and `stream`."""
+    return getattr(torch, device.type)
+
+
+def has_side_stream(x: torch.Tensor) -> bool:
+    """True for a tensor on a device with streams, unless a graph is being captured."""
+    if not in_queue(x):
+        return False
+    capturing: Callable[[], bool] | None = getattr(streams(x.device), "is_current_stream_capturing", None)
+    return capturing is None or not capturing()
+
+
+def _side(device: torch.device) -> Any:
+    if device not in _sides:
+        _sides[device] = streams(device).Stream(device=device)
+    return _sides[device]
+
+
+def on_side_stream(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """`run(x)`, of `shape`, on the side stream: a tensor that waits for it when first used."""
+    module, side = streams(x.device), _side(x.device)
+    given = waited(x).clone(memory_format=torch.contiguous_format)
+    side.wait_stream(module.current_stream(x.device))
+    given.record_stream(side)
+    with module.stream(side):
+        made = run(given)
+        done = module.Event()
+        done.record(side)
+
+    def finish() -> torch.Tensor:
+        here = module.current_stream(made.device)
+        here.wait_event(done)
+        made.record_stream(here)
+        return made
+
+    return unwaited(finish, x, shape)

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dtensor.comm import pending as comm_sent
+from dtensor.comm import issue
 from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.coalescing import Together
-from dtensor.comm.communicator import Communicator, Pending
-from dtensor.comm.pending import gathering
+from dtensor.comm.communicator import Communicator
+from dtensor.comm.issue import gathering
+from dtensor.comm.pending import Pending
 from dtensor.comm.wire import waited
 from dtensor.errors import CollectiveError
 from dtensor.redistribute.executor.run import redistribute_local, run_reshard
-from dtensor.redistribute.plan import plan_reshard
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.plan import ReshardPlan, plan_reshard
 from dtensor.spec import Spec, is_even
 
 __all__ = ["MOST", "SMALL", "all_reduce_together", "may_meet", "redistribute_together"]
@@ -113,7 +113,7 @@ def _launched(comm: C10dCommunicator, moves: Sequence[Move]) -> list[torch.Tenso
 
 def _group(local: torch.Tensor, src: Spec, dst: Spec) -> C10dCommunicator | None:
     """The group whose launch this move's collective may join; None where it goes alone."""
-    if src is dst or src.mesh.coord is None or local.device.type == "meta" or not comm_sent.in_queue(local):
+    if src is dst or src.mesh.coord is None or local.device.type == "meta" or not issue.in_queue(local):
         return None
     if max(src.local_numel_bound, dst.local_numel_bound) > SMALL:
         return None
@@ -130,6 +130,6 @@ def _group_of(plan: ReshardPlan, local: torch.Tensor) -> C10dCommunicator | None
 
 def _launching(comm: Communicator, x: torch.Tensor) -> C10dCommunicator | None:
     """`comm`, where collectives of tensors like `x` can be launched together."""
-    if isinstance(comm, C10dCommunicator) and comm_sent.in_queue(x) and comm.has_launches(x.device):
+    if isinstance(comm, C10dCommunicator) and issue.in_queue(x) and comm.has_launches(x.device):
         return comm
     return None

@@ -9,15 +9,14 @@ and then cut anew, the first axis first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.communicator import Communicator
 from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Replicate, Shard, StridedShard
-from dtensor.redistribute.step import ReshardPlan
+from dtensor.redistribute.plan import ReshardPlan
 from dtensor.spec import Spec, is_even
 
 __all__ = ["is_opaque", "run_opaque"]
@@ -77,8 +76,8 @@ def _changing(src: Spec, dst: Spec) -> list[int]:
 def _gathered(x: torch.Tensor, dim: int, comm: Communicator, group: str) -> torch.Tensor:
     """All positions' `x` side by side along `dim`. The collective puts them one after the other along dim 0."""
     x = _F.wait_tensor(_F.all_gather_into_tensor(x.contiguous(), comm.size, group))
-    order: Sequence[int] | None = getattr(comm, "_order", None)
-    if dim == 0 and order is None:
+    order = [comm.group_rank(i) if isinstance(comm, C10dCommunicator) else i for i in range(comm.size)]
+    if dim == 0 and order == sorted(order):
         return x
     parts = x.chunk(comm.size, 0)
-    return torch.cat([parts[i] for i in order or range(comm.size)], dim)
+    return torch.cat([parts[i] for i in order], dim)

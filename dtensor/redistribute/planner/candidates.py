@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from dtensor.intervals import chunk_size
 from dtensor.placement import Placement, Replicate, Shard, StridedShard
 from dtensor.redistribute.planner.balanced_reduction import spread
 from dtensor.redistribute.planner.layout_space import Facts, Path, Space
@@ -319,7 +320,7 @@ def _best_cut(space: Space, cur: Facts, dst: Facts, axis: int) -> Placement | No
         later = [b for b, _ in cuts if b > axis]
         if later and (any(f for _, f in cuts) or space.shape[d] % (k * space.ranks([a for a, _ in cuts]))):
             continue
-        score = (-(-(-n // k) * k / n), d not in dst.dim_of, -d)
+        score = (-(chunk_size(n, k) * k / n), d not in dst.dim_of, -d)
         if choice is None or score > best:
             best, choice = score, StridedShard(d, split_factor=space.ranks(later)) if later else Shard(d)
             if best[1] and n % k == 0:

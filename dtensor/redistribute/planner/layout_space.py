@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from dtensor.comm.communicator import padding_counts
+from dtensor.intervals import chunk_size, share_of
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.redistribute.cost_model import CostModel
 from dtensor.redistribute.links import links_of
@@ -131,7 +132,7 @@ class Space:
                 if k > 1:
                     cuts[d] += ((axis, 0),)
                     n = dims[d]
-                    dims[d] = -(-n // k)
+                    dims[d] = chunk_size(n, k)
                     uneven = uneven or n % k != 0
             elif isinstance(p, StridedShard):
                 dim_of[axis] = d = p.dim
@@ -139,8 +140,7 @@ class Space:
                     factor = p.split_factor
                     cuts[d] += ((axis, factor if factor > 1 else 0),)
                     n = dims[d]
-                    outer = -(-n // factor)
-                    dims[d] = n // outer * -(-outer // k) + -(-(n % outer) // k) if n else 0
+                    dims[d] = share_of(n, k, 0, factor)
                     uneven = uneven or dims[d] * k != n
             elif k > 1 and isinstance(p, Partial):
                 pending += (axis,)
@@ -204,7 +204,7 @@ class Space:
         """A dim of the last shard, of the first one along the `largest` first cuts. Split factors count as plain."""
         for i, (axis, _) in enumerate(cuts):
             k = self.sizes[axis]
-            n = -(-n // k) if i < largest else max(n - (k - 1) * -(-n // k), 0)
+            n = share_of(n, k, 0 if i < largest else k - 1)
         return n
 
     def ranks(self, axes: Sequence[int]) -> int:

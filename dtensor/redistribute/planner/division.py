@@ -1,11 +1,10 @@
-"""Who reduces which piece of a tensor where a reduction is spread over the ranks
-(`dtensor.redistribute.planner.balanced_reduction`).
+"""Who reduces which box of a tensor in a balanced reduction (`dtensor.redistribute.planner.balanced_reduction`).
 
 The elements fall into classes with the same holders and the same wanting ranks, found dim by dim. `balanced` levels the
-ranks' loads, class by class, until nothing changes; then the classes are cut into `Piece`s, each with the rank that
+ranks' loads, class by class, until nothing changes; then the classes are divided into `Box`es, each with the rank that
 reduces it.
 
-All of a group compute the same pieces from the specs alone, in exact set arithmetic, and add up in the same order.
+All of a group compute the same boxes from the specs alone, in exact set arithmetic, and add up in the same order.
 """
 
 from __future__ import annotations
@@ -16,30 +15,31 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from dtensor.comm.world import kept
+from dtensor.intervals import Region, Runs, part_of_runs, region_shape, region_size
 from dtensor.placement import Partial
-from dtensor.redistribute.geometry import Coord, Region, Runs, by_dim, members, region_shape, region_size
+from dtensor.redistribute.geometry import Coord, by_dim, members
 from dtensor.redistribute.step import Step
-from dtensor.spec import Spec, part_of_runs
+from dtensor.spec import Spec
 
-__all__ = ["Piece", "arrivals", "balanced", "pieces_of"]
+__all__ = ["Box", "arrivals", "balanced", "boxes_of"]
 
 _SWEEPS = 256
 _FINE = 64
 """A class is cut in parts that are exact to a 64th of it or less."""
 
 
-class Piece(NamedTuple):
-    """A box of the tensor and who does what with it; ranks are positions in the group.
+class Box(NamedTuple):
+    """A region of the tensor and who does what with it; ranks are positions in the group.
 
     Attributes:
-        box: per dim, runs of the global dim.
+        region: per dim, runs of the global dim.
         holders: who holds a pending part, in the order of the parts.
         wanting: who wants the result.
         reducer: who adds up the parts: of all holders, or of all but `last`.
         last: who adds its own part to that sum; -1 where the reducer has the whole.
     """
 
-    box: Region
+    region: Region
     holders: tuple[int, ...]
     wanting: tuple[int, ...]
     reducer: int
@@ -60,18 +60,18 @@ def arrivals(spec: Spec, step: Step, coord: Coord) -> int:
     """Elements that the rank at `coord` receives in a spread step."""
     group = tuple(members(spec, step.axes, coord))
     me, total = group.index(coord), 0
-    for piece in pieces_of(spec, step, group):
-        size = region_size(piece.box)
-        if me == piece.reducer:
-            total += size * sum(h != me for h in piece.senders)
-        if me == piece.last or (me != piece.end and me in piece.wanting):
+    for box in boxes_of(spec, step, group):
+        size = region_size(box.region)
+        if me == box.reducer:
+            total += size * sum(h != me for h in box.senders)
+        if me == box.last or (me != box.end and me in box.wanting):
             total += size
     return total
 
 
 @kept
 @lru_cache(maxsize=256)
-def pieces_of(spec: Spec, step: Step, group: tuple[Coord, ...]) -> tuple[Piece, ...]:
+def boxes_of(spec: Spec, step: Step, group: tuple[Coord, ...]) -> tuple[Box, ...]:
     """Who reduces what, in the group of ranks at the coords `group`, the `members` along the step's axes."""
     pending = [a for a in step.axes if isinstance(step.src[a], Partial) and step.src[a] is not step.dst[a]]
     have, want = (by_dim(spec, layout, step.axes, group[0]) for layout in (step.src, step.dst))
@@ -91,11 +91,11 @@ def pieces_of(spec: Spec, step: Step, group: tuple[Coord, ...]) -> tuple[Piece, 
     sizes = [region_size(region) for region, _ in classes]
     work = [(size, role.each, role.takers) for size, (_, role) in zip(sizes, classes)]
     shares = balanced([*map(region_size, zip(*want))], work)
-    out: list[Piece] = []
+    out: list[Box] = []
     for (region, role), size, share in zip(classes, sizes, shares):
         for taker, part in _cut(region, size, role.takers, share):
             last = -1 if taker in role.both else role.last
-            out.append(Piece(part, role.holders, role.wanting, taker, last))
+            out.append(Box(part, role.holders, role.wanting, taker, last))
     return tuple(out)
 
 

@@ -1,18 +1,14 @@
-"""Exchanges of large tensors without a buffer around them: parts leave from where they lie and land where they belong.
-
-A collective of one buffer wants what is sent packed, twice where two ranks want it, and what arrives is copied once
-more. gloo besides gathers into a buffer of its own, which no dispatcher sees. Here each part is a message:
+"""How a group exchanges parts without a buffer around them: parts leave from where they lie and go where they belong.
 
     gloo    one message (or several) from rank to rank over the group's own connections
     NCCL    one all-to-all of lists of tensors, which may be views and may be the same one twice
 
-On gloo a part that has no memory of its own in the result (columns) arrives in pieces, in turns, in one or two spare
+On gloo a part that is not one piece of the result (columns) arrives in several messages, in turns, in one or more spare
 tensors. All that is sent is offered at once, so that no rank waits for another's turn, and a message travels when the
 other side asks for it: nobody keeps what has not been asked for.
 
-Which of them a group has is a function of the group and the kind of device (`Communicator.direct`), and so is the same
-on all its ranks; whether to use it is for the caller to decide, alike on all ranks. Dispatch modes see messages as what
-they are, sends and receives; `dtensor.comm.communicator.observers`, and so `CommDebugMode`, are told of one collective.
+Dispatch modes see messages as what they are, sends and receives; `dtensor.comm.observers`, and so `CommDebugMode`, are
+told of one collective.
 """
 
 from __future__ import annotations
@@ -25,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtensor.comm.communicator import MESSAGE, observers, standing_for
-from dtensor.comm.failure import Place
-from dtensor.comm.fast_path import modes
-from dtensor.comm.pending import in_queue, issued
+from dtensor.comm.c10d import C10dCommunicator
+from dtensor.comm.communicator import Communicator
+from dtensor.comm.issue import in_queue, issued
+from dtensor.comm.observers import MESSAGE, observers, standing_for
 from dtensor.comm.wire import carried
 
-__all__ = ["Direct", "Lists", "Messages", "Turn", "direct_of"]
+__all__ = ["Lists", "Messages", "Messenger", "Turn", "messenger_of"]
 
 _TAG, _ROUNDS, _NUMBERS = 1 << 30, 1 << 12, 1 << 17
 """A message's tag: what collectives and programs do not use, which exchange of the group it is of, which it is in it.
@@ -59,11 +55,11 @@ class Turn(NamedTuple):
     put: Callable[[torch.Tensor], None]
 
 
-class Direct:
+class Messenger:
     """What exchanges parts for a communicator."""
 
-    whole: bool
-    """True where every part must land as one message in place."""
+    in_place_only: bool
+    """True where every part must be received as one message, in place."""
 
     def exchange(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
@@ -72,66 +68,62 @@ class Direct:
         """One exchange, of `kind`, that fills `out` from the contiguous `x`.
 
         `leave`: for positions, what each is sent, message by message, contiguous; `arrive`: from a position the message
-        of a number into a contiguous view; `turns` come after those, in order, by way of spare tensors of at most
-        `room` elements together where one is not larger. Raises CollectiveError where the group fails.
+        of a number into a contiguous view; `turns` come after those, in order, through spare tensors of at most `room`
+        elements together where one is not larger. Raises CollectiveError where the group fails.
         """
         raise NotImplementedError
 
 
-def direct_of(place: Any, device_type: str) -> Direct | None:
-    """How the group of a communicator over `torch.distributed` exchanges parts of tensors on `device_type`, or None.
+def messenger_of(comm: Communicator, device_type: str) -> Messenger | None:
+    """How the group of a communicator exchanges parts of tensors on `device_type`, alike on all ranks.
 
     None for groups that are written in Python, and where torch compares what ranks issue.
     """
-    if (
-        place.size == 1
-        or type(place.group) is not dist.ProcessGroup
-        or dist.get_debug_level() is dist.DebugLevel.DETAIL
-    ):
+    if not isinstance(comm, C10dCommunicator) or comm.size == 1 or not comm.compiled:
         return None
-    backend = c10d.get_backend_config(place.group)
+    if dist.get_debug_level() is dist.DebugLevel.DETAIL:
+        return None
     if device_type == "cpu":
         try:
-            own = place.group._get_backend(torch.device("cpu"))
+            own = comm.group._get_backend(_CPU)
         except RuntimeError:  # a group for other devices only
             return None
         gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-        return Messages(place) if gloo is not None and type(own) is gloo else None
-    return Lists(place) if "nccl" in backend else None
+        return Messages(comm) if gloo is not None and type(own) is gloo else None
+    return Lists(comm) if "nccl" in c10d.get_backend_config(comm.group) else None
 
 
-class Messages(Direct):
+class Messages(Messenger):
     """The messages of a gloo group, which carries bytes of any dtype."""
 
-    whole = False
+    in_place_only = False
 
-    def __init__(self, place: Any) -> None:
-        self._place = place
-        self._at: Callable[[int], int] = place._place
+    def __init__(self, place: C10dCommunicator) -> None:
+        self._place, self._at = place, place.group_rank
         self._begun = _begun.setdefault(place.group, [0])
 
     def exchange(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
         arrive: Sequence[tuple[int, int, torch.Tensor]], turns: Sequence[Turn], room: int,
     ) -> None:  # fmt: skip
-        """See `Direct`."""
+        """See `Messenger`."""
         received = sum([t.numel() for *_, t in arrive]) + sum([t.numel for t in turns if t.position is not None])
         if len(observers):
             observers.report(kind, self._place.ranks, received, x.itemsize)
         self._begun[0] += 1
         under_way = lambda: _UnderWay(self, x, leave, arrive, turns, room)  # noqa: E731
-        issued(self._place, kind, out, under_way).wait()
+        issued(self._place, kind, out, under_way, ()).wait()
 
     def receive(self, into: torch.Tensor, position: int, number: int) -> Any:
         """The work of the message of that number from a position."""
-        if not modes():
+        if not torch._C._len_torch_dispatch_stack():
             return self._backend().recv([into], self._at(position), self._tag(number))
         with standing_for(MESSAGE):
             return self._place.group.recv([into], self._at(position), self._tag(number))
 
     def send(self, x: torch.Tensor, position: int, number: int) -> Any:
         """The work of a message to a position."""
-        if not modes():
+        if not torch._C._len_torch_dispatch_stack():
             return self._backend().send([x], self._at(position), self._tag(number))
         with standing_for(MESSAGE):
             return self._place.group.send([x], self._at(position), self._tag(number))
@@ -198,30 +190,30 @@ class _UnderWay:
             raise failure
 
 
-class Lists(Direct):
+class Lists(Messenger):
     """The all-to-all of lists of an NCCL group, which are sends and receives of one launch."""
 
-    whole = True
+    in_place_only = True
 
-    def __init__(self, place: Place) -> None:
-        self._place: Any = place
+    def __init__(self, place: C10dCommunicator) -> None:
+        self._place = place
 
     def exchange(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, leave: Sequence[tuple[int, Sequence[torch.Tensor]]],
         arrive: Sequence[tuple[int, int, torch.Tensor]], turns: Sequence[Turn], room: int,
     ) -> None:  # fmt: skip
-        """See `Direct`; here `turns` are this rank's own part only."""
+        """See `Messenger`; here `turns` are this rank's own part only."""
         place = self._place
         nothing = carried(x.new_empty(0))
         outputs, inputs = [nothing] * place.size, [nothing] * place.size
         for position, _, view in arrive:
-            outputs[place._place(position)] = carried(view)
+            outputs[place.group_rank(position)] = carried(view)
         for position, some in leave:
-            inputs[place._place(position)] = carried(some[0])
+            inputs[place.group_rank(position)] = carried(some[0])
         options = c10d.AllToAllOptions()
         options.asyncOp = not in_queue(x)
         with standing_for(kind):
-            sent = issued(place, kind, out, place.group.alltoall, outputs, inputs, options)
+            sent = issued(place, kind, out, place.group.alltoall, (outputs, inputs, options))
         for turn in turns:
             turn.put(nothing)
         sent.wait()
