@@ -364,7 +364,8 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
         found["keys"].add(key)
         if key in found["held"]:
             return
-    decisions = list(all_decisions(info.name, rule, call.inputs, outs, mesh, pending=pending))
+    every = all_decisions(info.name, rule, call.inputs, outs, mesh, pending=pending)
+    decisions = list(itertools.islice(every, 8 * limit))
     for decision in decisions[:: -(-len(decisions) // limit) or 1]:  # the cheap ones come first: some of all prices
         given = make_call(func, args, kwargs, outs)
         given.inputs = decision.inputs
