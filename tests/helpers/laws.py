@@ -130,6 +130,19 @@ class Report:
             raise AssertionError(f"{self.name}: no case ran")
 
 
+# ------------------------------------------------------------ tables
+def in_turn(
+    samples: Sequence[Sample], meshes: Sequence[tuple[int, ...]] = ((4,), (2, 2))
+) -> list[tuple[Sample, tuple[int, ...]]]:
+    """Each sample on one of the meshes: for families whose samples are many and much alike."""
+    return [(sample, meshes[at % len(meshes)]) for at, sample in enumerate(samples)]
+
+
+def named(value: object) -> str:
+    """How a test calls a sample or a mesh."""
+    return value.name if isinstance(value, Sample) else str(value)
+
+
 # ------------------------------------------------------------ comparison
 def flat(x: Any) -> list[torch.Tensor]:
     """The tensors of a result, in order."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.laws import HELD, Sample, _run_once, all_samples, check_layouts, check_strategies
+from helpers.laws import HELD, Sample, _run_once, all_samples, check_layouts, check_strategies, in_turn, named
 from helpers.samples import rest as samples_rest
 
 import dtensor
@@ -26,7 +26,6 @@ ELSEWHERE = {
     r"_thnn_fused_(gru|lstm)_cell$": "kernels of accelerators only",
     r"(_stack|_index_put_impl)$": "torch calls it from stack, from index_put's gradient, on accelerators",
 }
-REST = [*samples_rest.SAMPLES, *samples_rest.INFERENCE]
 
 
 def test_every_rule_is_reached(monkeypatch) -> None:
@@ -52,9 +51,9 @@ def test_every_rule_is_reached(monkeypatch) -> None:
         assert not reason.endswith(".py") or (Path(__file__).resolve().parents[1] / reason).exists()
 
 
-@pytest.mark.parametrize("at", range(len(REST)), ids=lambda i: REST[i].name)
-def test_layouts(at: int) -> None:
-    check_layouts(REST[at], ((4,), (2, 2))[at % 2], limit=16).must_hold()
+@pytest.mark.parametrize(("sample", "mesh"), in_turn([*samples_rest.SAMPLES, *samples_rest.INFERENCE]), ids=named)
+def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
+    check_layouts(sample, mesh, limit=16).must_hold()
 
 
 @pytest.mark.parametrize(

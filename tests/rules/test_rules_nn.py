@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.laws import HELD, Sample, check_layouts, check_strategies, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, in_turn, named, rand
 from helpers.samples import nn as samples_nn
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, simulate
@@ -19,10 +19,10 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # their ops hav
     COMPARED = [s for s in COMPARED if s.name not in ("_convolution", "encoder layer")]
 
 
-@pytest.mark.parametrize("at", range(len(SAMPLES)), ids=lambda i: SAMPLES[i].name)
-def test_layouts(at: int) -> None:
-    """Layouts of the inputs, on one axis or on two in turn, give the plain result, forward and backward."""
-    check_layouts(SAMPLES[at], ((3,), (2, 2))[at % 2], limit=8).must_hold()
+@pytest.mark.parametrize(("sample", "mesh"), in_turn(SAMPLES, ((3,), (2, 2))), ids=named)
+def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
+    """Every layout of the inputs gives the plain result, forward and backward."""
+    check_layouts(sample, mesh, limit=8).must_hold()
 
 
 @pytest.mark.parametrize("sample", COMPARED, ids=lambda s: s.name)

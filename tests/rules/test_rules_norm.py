@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers.laws import HELD, Sample, check_layouts, check_strategies
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, in_turn, named
 from helpers.samples.norm import SAMPLES
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("sample", "mesh"), in_turn(SAMPLES), ids=named)
 def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
     """Every layout of the inputs gives the plain result, forward and backward."""
     check_layouts(sample, mesh, limit=16).must_hold()

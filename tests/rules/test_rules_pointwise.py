@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from helpers.laws import HELD, Sample, check_layouts, check_strategies
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, in_turn, named
 from helpers.samples.pointwise import SAMPLES
 
 
-@pytest.mark.parametrize("at", range(len(SAMPLES)), ids=lambda i: SAMPLES[i].name)
-def test_layouts(at: int) -> None:
-    """Layouts of the inputs, on one axis or on two in turn, give the plain result, forward and backward."""
-    check_layouts(SAMPLES[at], ((4,), (2, 2))[at % 2], limit=16).must_hold()
+@pytest.mark.parametrize(("sample", "mesh"), in_turn(SAMPLES), ids=named)
+def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
+    """Every layout of the inputs gives the plain result, forward and backward."""
+    check_layouts(sample, mesh, limit=16).must_hold()
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.laws import HELD, Sample, check_layouts, check_strategies, ints, make, rand
+from helpers.laws import HELD, Sample, check_layouts, check_strategies, in_turn, ints, make, named, rand
 from helpers.samples.view import SAMPLES
 
 import dtensor
@@ -24,8 +24,7 @@ R = Replicate()
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta:UserWarning")
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("sample", "mesh"), in_turn(SAMPLES), ids=named)
 def test_layouts(sample: Sample, mesh: tuple[int, ...]) -> None:
     """Every layout of the inputs gives the plain result, forward and backward."""
     check_layouts(sample, mesh, limit=20, held=HELD).must_hold()
