@@ -179,7 +179,7 @@ class C10dCommunicator(Communicator):
         return [parts[self.group_rank(i)] for i in range(self.size)]
 
     def all_gather_flat(self, x: torch.Tensor, async_op: bool = False) -> torch.Tensor | Pending[torch.Tensor]:
-        """See `Communicator`: here without a detour by way of parts."""
+        """See `Communicator`: here without making parts."""
         if self._order is not None or self.size == 1:
             return super().all_gather_flat(x, async_op)
         return _result(
@@ -189,7 +189,7 @@ class C10dCommunicator(Communicator):
     def all_to_all_flat(
         self, flat: torch.Tensor, leave: list[int], arrive: list[int], async_op: bool = False
     ) -> torch.Tensor | Pending[torch.Tensor]:
-        """See `Communicator`: here without a detour by way of parts."""
+        """See `Communicator`: here without making parts."""
         if self._order is not None or self.size == 1:
             return super().all_to_all_flat(flat, leave, arrive, async_op)
         dtype = flat.dtype
@@ -201,7 +201,7 @@ class C10dCommunicator(Communicator):
     def reduce_scatter_flat(
         self, flat: torch.Tensor, op: str, async_op: bool = False
     ) -> torch.Tensor | Pending[torch.Tensor]:
-        """See `Communicator`: here without a detour by way of parts."""
+        """See `Communicator`: here without making parts."""
         how = self._reduction(flat, op)
         if self._order is not None or self.size == 1 or how.wire is None:
             return super().reduce_scatter_flat(flat, op, async_op)

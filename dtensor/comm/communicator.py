@@ -255,7 +255,7 @@ class Communicator(ABC):
 
 
 def padding_counts(padded: int, exact: int) -> bool:
-    """True where parts of unlike sizes should travel as they are, as padding adds more than 5 % and 128 bytes.
+    """True where parts of different sizes should travel as they are, as padding adds more than 5 % and 128 bytes.
 
     `padded`, `exact`: bytes that arrive at the position that receives most.
     """

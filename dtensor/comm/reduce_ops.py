@@ -44,7 +44,7 @@ class Reducing(NamedTuple):
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> float | None:
-    """p of `norm<p>`, else None. Raises ValueError for an unknown `op`, TypeError where `dtype` has no such one."""
+    """p of `norm<p>`, else None. Raises ValueError for an unknown `op`, TypeError where `dtype` does not have it."""
     p = None if op in REDUCE_OPS else Partial(op).norm
     if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"reduction {op!r} is for integers and booleans, got {dtype}")

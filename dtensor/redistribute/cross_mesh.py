@@ -36,7 +36,7 @@ from dtensor.redistribute.executor.steps import exchange
 from dtensor.redistribute.geometry import Coord, Parts, holdings
 from dtensor.redistribute.plan import ReshardPlan, check_one_tensor, plan_reshard
 from dtensor.redistribute.planner.candidates import scattered_to
-from dtensor.redistribute.planner.layout_space import Space, is_cut
+from dtensor.redistribute.planner.layout_space import Space, is_sharded
 from dtensor.redistribute.step import bytes_text
 from dtensor.spec import Spec
 
@@ -175,7 +175,7 @@ def _on_axes_of(spec: Spec, mesh: DeviceMesh) -> Spec | None:
     if sorted(own) != sorted(others):
         return None
     placed = dict(zip(own, [p for p, k in zip(spec.placements, spec.mesh.shape) if k > 1]))
-    cut = [axis for axis in own if is_cut(placed[axis])]
+    cut = [axis for axis in own if is_sharded(placed[axis])]
     if [axis for axis in others if axis in cut] != cut:
         return None  # cuts of one dim would change their order
     placements = tuple(placed[coalesce(axis)] if k > 1 else _REPLICATE for axis, k in zip(mesh._axes, mesh.shape))
@@ -220,7 +220,7 @@ class _Sources:
 
     def __init__(self, have: Spec) -> None:
         mesh = have.mesh
-        self.axes = [a for a, p in enumerate(have.placements) if is_cut(p)]
+        self.axes = [a for a, p in enumerate(have.placements) if is_sharded(p)]
         self.copies = [a for a in range(mesh.ndim) if a not in self.axes]
         self.shape, self.grid = mesh.shape, mesh.ranks
         self.coord = dict(_coords(mesh))

@@ -76,7 +76,7 @@ from dtensor.redistribute.cost_model import CostModel, current_cost_model
 from dtensor.redistribute.geometry import Coord, held_along, holdings, shared_along
 from dtensor.redistribute.planner.balanced_reduction import in_stages
 from dtensor.redistribute.planner.division import arrivals
-from dtensor.redistribute.planner.layout_space import Space, is_cut
+from dtensor.redistribute.planner.layout_space import Space, is_sharded
 from dtensor.redistribute.planner.search import cheapest
 from dtensor.redistribute.step import Layout, Step
 from dtensor.spec import Spec
@@ -267,7 +267,7 @@ def _kept(space: Space, src: Layout, goal: Layout, dst: Layout) -> Layout:
 
     Only where every rank's shard then lies inside what it holds in the end.
     """
-    axes = [a for a, q in enumerate(dst) if is_cut(src[a]) and q is _SUM and space.sizes[a] > 1]
+    axes = [a for a, q in enumerate(dst) if is_sharded(src[a]) and q is _SUM and space.sizes[a] > 1]
     kept = tuple([src[a] if a in axes else p for a, p in enumerate(goal)])
     return kept if axes and space.extends(space.facts(goal), space.facts(kept)) else goal
 

@@ -20,8 +20,8 @@ from typing import Any
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.redistribute.cost_model import CostModel, current_cost_model
 from dtensor.redistribute.planner.balanced_reduction import spread
-from dtensor.redistribute.planner.layout_space import Facts, Path, Space, is_cut
-from dtensor.redistribute.planner.single_collective import alike, talkers
+from dtensor.redistribute.planner.layout_space import Facts, Path, Space, is_sharded
+from dtensor.redistribute.planner.single_collective import alike, moving_axes
 from dtensor.redistribute.step import Layout, Step
 from dtensor.spec import Spec
 
@@ -60,12 +60,12 @@ def legal_steps(space: Space, src: Layout, dst: Layout) -> list[Path]:
     have, want = space.facts(src), space.facts(dst)
     if pending:
         return _reductions(space, have, want, pending)
-    axes, pure = talkers(space, have, want)
+    axes, pure = moving_axes(space, have, want)
     if not axes:
         kind = "keep" if alike(space, have, want) else "slice"
         return [space.step(kind, (), have, want)]
     changed = tuple(a for a, (p, q) in enumerate(zip(src, dst)) if p is not q)
-    if pure and changed == axes and not any(is_cut(dst[a]) for a in axes):
+    if pure and changed == axes and not any(is_sharded(dst[a]) for a in axes):
         return [space.step("all_gather", axes, have, want)]
     return [space.step("all_to_all", axes, have, want)]
 
@@ -75,7 +75,7 @@ def _reductions(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...]) 
     if any(src.layout[a] is not src.layout[pending[0]] for a in pending):
         return []
     whole = space.put(src, pending, _REPLICATE)
-    axes, _ = talkers(space, whole, dst)
+    axes, _ = moving_axes(space, whole, dst)
     over = tuple(sorted({*axes, *pending}))
     steps = [space.step("all_to_all_reduce", over, src, dst)]
     spread_out = spread(space, src, dst, over, pending)

@@ -25,7 +25,7 @@ from dtensor.redistribute.plan import ReshardPlan, Step, plan_reshard
 from dtensor.redistribute.planner.balanced_reduction import in_stages, spread
 from dtensor.redistribute.planner.division import balanced, boxes_of
 from dtensor.redistribute.planner.layout_space import Space
-from dtensor.redistribute.planner.single_collective import talkers
+from dtensor.redistribute.planner.single_collective import moving_axes
 from dtensor.simulate import fake_world
 
 S0, S1 = Shard(0), Shard(1)
@@ -42,7 +42,7 @@ def spread_plan(mesh: DeviceMesh, full: torch.Tensor, src: Layout, dst: Layout) 
     wire = model.wire.get(full.dtype) if full.dtype.is_floating_point else None
     space = Space(mesh.shape, full.shape, full.itemsize, model, wire, in_stages(have))
     held, wanted = space.facts(src), space.facts(dst)
-    over, _ = talkers(space, space.put(held, pending, R), wanted)
+    over, _ = moving_axes(space, space.put(held, pending, R), wanted)
     axes = tuple(a for a in sorted({*over, *pending}))
     if math.prod(mesh.shape[a] for a in axes) == 1:
         return None

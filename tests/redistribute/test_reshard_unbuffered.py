@@ -187,7 +187,7 @@ def large_on_gloo(rank: int, world: int) -> None:
 
 
 def memory_on_gloo(rank: int, world: int) -> None:
-    """Large gathers, exchanges and reductions at the receiver allocate at most as much as input and output."""
+    """Large gathers, exchanges and reduce-scatters allocate at most as much as input and output, and two messages."""
     one: list[Layout] = [(k,) for k in (R, S0, S1, T0, P)]
     two: list[Layout] = [
         (S0, S0),
@@ -220,7 +220,9 @@ def memory_on_gloo(rank: int, world: int) -> None:
             held = allocated(x, a, b, 3)
             space = Space(mesh.shape, shape, x.itemsize, CostModel())
             most = space.facts(src).nbytes + space.facts(dst).nbytes
-            if held > 1.03 * most:
+            if plan.collectives == ("all_gather",) and full.nbytes < unbuffered.EVEN:
+                most = max(most, 2 * space.facts(dst).nbytes)  # a buffer of even parts, until they are in place
+            if held > 1.06 * most:
                 bad.append(f"{src} -> {dst} of {shape}, {plan.collectives}: {held / most:.2f}")
     assert not bad, bad
     assert kinds == {"all_gather", "all_to_all", "reduce_scatter"}, kinds

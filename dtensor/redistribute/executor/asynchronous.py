@@ -75,7 +75,7 @@ def _arriving_class() -> Any:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     class Arriving(AsyncCollectiveTensor):
-        """An `AsyncCollectiveTensor` that waits by way of its collective, which knows what to say of an error."""
+        """An `AsyncCollectiveTensor` that waits through its collective, which knows what to say of an error."""
 
         finish: Any
         plan: Any

@@ -5,10 +5,10 @@
     pending gradients, f32 and bf16, over tp     all_reduce of all f32, all_reduce of all bf16: one launch
 
 What goes together depends on the layouts, the global shapes and the kind of device only, so that all ranks decide
-alike: moves whose plan is one collective, last, of at most `SMALL` elements on any rank, but no reduce-scatter of parts
-of unlike sizes, which a group takes as a list; by group, in the order of the moves, at most `MOST` a launch. The rest,
-and all of them on the CPU, on simulated ranks, in traces and where waiting takes the host, are carried out one after
-the other.
+alike: redistributions whose plan is one collective, last, of at most `SMALL` elements on any rank, but no
+reduce-scatter of parts of different sizes, which a group takes as a list; by group, in the order given, at most `MOST`
+a launch. The rest, and all of them on the CPU, on simulated ranks, in traces and where waiting takes the host, are
+carried out one after the other.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ rank receiving each of its elements once, what is left to spread is, for each el
                              another first adds up all but the part of a rank of both, and sends it the sum
     they share none          k - 1 arrivals, on any of H or W
 
-`redistribute.planner.division` levels the ranks' loads and cuts the classes into pieces, each with the rank that
-reduces it. Two all-to-alls do it, parts to the reducer and results to who wants them, or three where a sum goes by way
-of a rank of both to others. In between no rank holds a shard, so the whole is one step of a plan.
+`dtensor.redistribute.planner.division` levels the ranks' loads and divides the classes into boxes, each with the rank
+that reduces it. Two all-to-alls do it, parts to the reducer and results to the ranks that want them, or three where a
+sum goes through a rank of both to others. In between no rank holds a shard, so all of it is one step of a plan.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dtensor.intervals import chunk_size
 from dtensor.placement import Placement, Replicate, Shard, StridedShard
 from dtensor.redistribute.planner.balanced_reduction import spread
 from dtensor.redistribute.planner.layout_space import Facts, Path, Space
-from dtensor.redistribute.planner.single_collective import one_shot, talkers
+from dtensor.redistribute.planner.single_collective import moving_axes, one_shot
 
 __all__ = [
     "changed", "collectives", "fewest", "least_bytes", "pending_axes", "receivers_take", "scatter_takes",
@@ -36,8 +36,8 @@ def shot(space: Space, have: Facts, want: Facts) -> Path:
         kinds = [s.kind for s in found[1]] if space.by_seconds else []
         if kinds[-1:] == ["all_to_all"]:
             found = _gathered(space, have, want, found)
-        elif space.links.unlike and kinds == ["slice", "all_gather"]:
-            straight = space.step("all_to_all", talkers(space, have, want)[0], have, want)
+        elif space.links.kinds_differ and kinds == ["slice", "all_gather"]:
+            straight = space.step("all_to_all", moving_axes(space, have, want)[0], have, want)
             found = straight if straight[0] < found[0] else found
         space.shots[key] = found
     return found
@@ -51,7 +51,7 @@ def _gathered(space: Space, have: Facts, want: Facts, known: Path) -> Path:
         if not start.uneven and link.all_gather(start.nbytes * (link.size - 1)) >= known[0]:
             continue
         whole = space.put(start, over, _REPLICATE)
-        if start is not have and talkers(space, start, whole) != (over, True):
+        if start is not have and moving_axes(space, start, whole) != (over, True):
             continue
         gather, step = space.step("all_gather", over, start, whole)
         rest = one_shot(space, whole, want)[1] if gather < known[0] else known[1]
@@ -93,7 +93,7 @@ def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: f
             part = space.step("reduce_scatter", cut, sliced, scattered)
             reduced = space.put(scattered, rest, _REPLICATE)
             found.append(_then(space, (first, part, space.step("all_reduce", rest, scattered, reduced)), reduced, dst))
-    if not lands or (space.by_seconds and space.links.unlike):  # else the receivers' own reduction receives as much
+    if not lands or (space.by_seconds and space.links.kinds_differ):  # else receivers receive as much
         _by_receivers(space, src, first, sliced, dst, pending, found, room)
     return found
 
@@ -164,7 +164,7 @@ def receivers_take(space: Space, cur: Facts, dst: Facts, pending: tuple[int, ...
 
 def talking(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -> tuple[int, ...]:
     """The axes over which data moves where `pending` are reduced on the way from `cur` to `dst`, in one step."""
-    return tuple(sorted({*talkers(space, space.put(cur, pending, _REPLICATE), dst)[0], *pending}))
+    return tuple(sorted({*moving_axes(space, space.put(cur, pending, _REPLICATE), dst)[0], *pending}))
 
 
 def _near(space: Space, way: Path, least: float) -> bool:
@@ -274,7 +274,7 @@ def sliced_first(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -
         if later and not isinstance(dst.layout[a], StridedShard):
             continue
         cut = space.put(nxt, (a,), dst.layout[a])
-        if not later or (not talkers(space, nxt, cut)[0] and a not in talkers(space, cut, dst)[0]):
+        if not later or (not moving_axes(space, nxt, cut)[0] and a not in moving_axes(space, cut, dst)[0]):
             nxt = cut
     return nxt
 

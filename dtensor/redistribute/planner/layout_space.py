@@ -16,12 +16,11 @@ import torch
 from dtensor.comm.communicator import padding_counts
 from dtensor.intervals import chunk_size, share_of
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.redistribute.cost_model import CostModel
-from dtensor.redistribute.links import links_of
+from dtensor.redistribute.cost_model import CostModel, links_of
 from dtensor.redistribute.planner.digits import Pieces, cross, digits
 from dtensor.redistribute.step import Layout, Step
 
-__all__ = ["Facts", "Path", "Space", "is_cut"]
+__all__ = ["Facts", "Path", "Space", "is_sharded"]
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """Per dim, the (axis, split factor) that cut it, in order; split factor 0 for a plain shard."""
@@ -32,7 +31,7 @@ _REPLICATE = Replicate()
 _CARRIED = frozenset({"all_reduce", "reduce_scatter", "all_to_all_reduce"})
 
 
-def is_cut(p: object) -> bool:
+def is_sharded(p: object) -> bool:
     """True for shards, plain and split-factor."""
     return isinstance(p, (Shard, StridedShard))
 
@@ -69,7 +68,7 @@ class Space:
         model, by_seconds: gives the costs, and whether seconds alone decide.
         links: what collectives over some axes cost.
         in_stages: whether pending parts may be reduced some first and the others later.
-        shots, talkers: what `reshard_ways.shot` and `reshard_shot.talkers` found.
+        shots, moving_axes: what `candidates.shot` and `single_collective.moving_axes` found.
         wire: the dtype in which reductions travel, None for the tensor's.
     """
 
@@ -86,7 +85,7 @@ class Space:
         "shape",
         "shots",
         "sizes",
-        "talkers",
+        "moving_axes",
         "wire",
     )
 
@@ -101,7 +100,7 @@ class Space:
         self._facts: dict[tuple[int, ...], Facts] = {}
         self._steps: dict[tuple[object, ...], Path] = {}
         self.shots: dict[tuple[Facts, Facts], Path] = {}
-        self.talkers: dict[tuple[Facts, Facts], tuple[tuple[int, ...], bool]] = {}
+        self.moving_axes: dict[tuple[Facts, Facts], tuple[tuple[int, ...], bool]] = {}
         self._digits: dict[tuple[int, tuple[tuple[int, int], ...]], dict[int, Pieces] | None] = {}
 
     def floor(self, launches: int, nbytes: float) -> float:
@@ -158,7 +157,7 @@ class Space:
         return self.facts(tuple([q if a in axes else p for a, (p, q) in enumerate(zip(facts.layout, other.layout))]))
 
     def digits(self, n: int, cuts: tuple[tuple[int, int], ...]) -> dict[int, Pieces] | None:
-        """`reshard_digits.digits` on this mesh."""
+        """`digits` on this mesh."""
         key = (n, cuts)
         if key in self._digits:
             return self._digits[key]

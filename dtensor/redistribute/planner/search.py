@@ -183,7 +183,7 @@ class _Search:
         one_kind = len({id(cur.layout[a]) for a in pending}) == 1
         if one_kind and receivers_take(space, cur, dst, pending) < self._room:
             yield dst, space.step("all_to_all_reduce", talking(space, cur, dst, pending), cur, dst)
-        if one_kind and links.unlike:
+        if one_kind and links.kinds_differ:
             for axes in (pending, *links.some(pending)):
                 nxt = space.put_from(cur, axes, dst)
                 if nxt is not dst and receivers_take(space, cur, nxt, axes) < self._room:

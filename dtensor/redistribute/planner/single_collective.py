@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from dtensor.redistribute.planner.layout_space import Facts, Path, Space, is_cut
+from dtensor.redistribute.planner.layout_space import Facts, Path, Space, is_sharded
 from dtensor.redistribute.step import Step
 
-__all__ = ["alike", "one_shot", "talkers"]
+__all__ = ["alike", "one_shot", "moving_axes"]
 
 
-def talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, ...], bool]:
+def moving_axes(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, ...], bool]:
     """The axes over which data must move between layouts, and whether cuts are only dropped, not added.
 
     Where an axis fixes the same digits of a dim's index in both (or, where shards are uneven, where the cuts of a
@@ -22,7 +22,7 @@ def talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, 
     elsewhere on it want. Axes that only cut the second need none: each position takes its part.
     """
     key = have_all, want_all
-    found = space.talkers.get(key)
+    found = space.moving_axes.get(key)
     if found is not None:
         return found
     over: set[int] = set()
@@ -47,7 +47,7 @@ def talkers(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, 
         if same < len(s):
             over.update([axis for axis, _ in s[same:]])
             pure = pure and same == len(t)
-    found = space.talkers[key] = tuple(sorted(over)), pure
+    found = space.moving_axes[key] = tuple(sorted(over)), pure
     return found
 
 
@@ -67,8 +67,8 @@ def alike(space: Space, have_all: Facts, want_all: Facts) -> bool:
 def one_shot(space: Space, have: Facts, want: Facts) -> Path:
     """At most one collective (and a slice) between layouts whose Partial axes agree.
 
-    Within the ranks along the axes that must talk (`talkers`) the shards of the first are disjoint and together hold
-    all that any of them wants, so each element has one source, and every rank receives just what it lacks.
+    Within the ranks along the `moving_axes` the shards of the first are disjoint and together hold all that any of them
+    wants, so each element has one source, and every rank receives just what it lacks.
 
         [S(0), R] -> [R, S(0)]       over = {0}: each takes its part of the axis-0 row
         [S(0), S(0)] -> [S(0), S(1)] over = {1}: axis 0 comes first in both
@@ -80,18 +80,18 @@ def one_shot(space: Space, have: Facts, want: Facts) -> Path:
     """
     if have is want:
         return 0.0, ()
-    axes, pure = talkers(space, have, want)
+    axes, pure = moving_axes(space, have, want)
     src, dst = have.layout, want.layout
     if not axes:
         if alike(space, have, want):
             return 0.0, (Step("keep", (), src, dst),)
         return space.step("slice", tuple([a for a, p in enumerate(src) if p is not dst[a]]), have, want)
     if pure and not any(want.dim_of[a] >= 0 for a in axes):
-        mid = space.facts(tuple([p if a in axes or is_cut(p) else dst[a] for a, p in enumerate(src)]))
+        mid = space.facts(tuple([p if a in axes or is_sharded(p) else dst[a] for a, p in enumerate(src)]))
         if alike(space, mid, have):
             return space.step("all_gather", axes, have, want)
         cost, first = one_shot(space, have, mid)
-        if first and (talkers(space, mid, want) != (axes, True) or first[0].is_collective):
+        if first and (moving_axes(space, mid, want) != (axes, True) or first[0].is_collective):
             return space.step("all_to_all", axes, have, want)
         gather, second = space.step("all_gather", axes, mid if first else have, want)
         return cost + gather, first + second
