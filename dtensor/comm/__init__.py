@@ -1,4 +1,4 @@
-"""How ranks talk: one `Communicator` an axis of the mesh, in three worlds (torch's process groups, simulated, fake).
+"""How ranks communicate: one `Communicator` an axis of the mesh, in three worlds (process groups, simulated, fake).
 
 Collectives are issued, waited for, counted and, where a group lacks a reduction, emulated here. Nothing below knows of
 tensors with layouts.

@@ -60,7 +60,7 @@ class Pack:
             return x.contiguous().view(-1)
         tiling = self._parts.tiling
         if tiling is not None:
-            return x.view(tiling.split).permute(tiling.order).contiguous().view(-1)
+            return x.view(tiling.split).permute(tiling.order).reshape(-1).contiguous()
         if self._parts.dim is None and not all(place.is_view for place in self._places):
             return self._copied(x)
         some = self.each(x)
