@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from dtensor.dispatch import hit as hot
-from dtensor.lowering.code import written_out
-from dtensor.lowering.program import Made, Program, Value
-from dtensor.lowering.record import refuse
-from dtensor.lowering.state import VALUES, Reach, equal, reach
+from dtensor.lowering.program import Made, Program, Value, written_out
+from dtensor.lowering.reach import VALUES, Reach, Read, equal, reach, reading
+from dtensor.lowering.record import LowerError, refuse
 from dtensor.lowering.trace import local_of, trace
 from dtensor.redistribute.cost_model import current_cost_model
 
-__all__ = ["Variant", "flatten", "surroundings"]
+__all__ = ["Variant", "flatten", "surroundings", "traced"]
+
+MAX_TRACES = 10
+"""How often a function is traced until it reads nothing that was not watched from the start."""
+
+Reads = dict[tuple[int, str], Read]
+
+
+def traced(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Variant:
+    """`fn` traced for these arguments, with all that it reads of modules watched from the start of the trace."""
+    reads: Reads = {}
+    for _ in range(MAX_TRACES):
+        found: Reads = {}
+        try:
+            made = Variant(fn, args, kwargs, reads, found)
+        except LowerError:
+            if found.keys() <= reads.keys():
+                raise
+        else:
+            if all(made.watches(read) for read in found.values()):
+                return made
+        reads |= found
+    raise refuse(
+        "a function that reads other modules at every trace", f"{MAX_TRACES} traces, {len(reads)} names",
+        "what it reads must be watched from the start of a trace", "import what it needs outside, by name",
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------ arguments
@@ -65,11 +88,12 @@ def _in_memory(t: torch.Tensor) -> tuple[Any, ...]:
 class Variant:
     """One trace and the facts that it holds for."""
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], reads: Reads, found: Reads) -> None:
+        """`reads`: what earlier traces have read of modules; `found` is given what this one reads."""
         leaves, self._structure = flatten(args, kwargs)
         self._surroundings = surroundings()
         opaque = [x for x in leaves if not isinstance(x, (torch.Tensor, *VALUES))]
-        self._reach: Reach = reach(fn, *opaque)
+        self._reach: Reach = reach((fn, *opaque), reads.values())
         self._kept = [fn, *opaque]
         objects: list[Any] = [*self._reach.dtensors, *(t for _, t in self._reach.plain if t.requires_grad)]
         plain: list[tuple[Any, torch.Tensor]] = [(p, t) for p, t in self._reach.plain if not t.requires_grad]
@@ -108,17 +132,17 @@ class Variant:
         self._seen: list[Any] = [None] * len(objects)  # local tensors of reached objects, looked at already
         self._facts = [(_kind(x), x.requires_grad, _in_memory(local_of(x)), _of_leaf(x)) for x in objects]
         self._plain_facts = [_meta(t) for _, t in plain]
-        self.program: Program = trace(fn, args, kwargs, self._reach, objects, plain, names, plain_names)
+        with reading(self._reach.modules, found):
+            self.program: Program = trace(fn, args, kwargs, self._reach, objects, plain, names, plain_names, found)
         if not self._reach.holds():
             raise refuse(
                 "a program that changes what it looks at", self._reach.first_change(),
                 "only tensors change inside a lowered program", "change it outside, or make it a tensor",
             )  # fmt: skip
 
-    @property
-    def found_late(self) -> bool:
-        """True where the trace has imported modules that were not there when it began: a second trace knows them."""
-        return any(name in sys.modules for name in self._reach.late)
+    def watches(self, read: Read) -> bool:
+        """Whether what was read of a module was watched from the start of the trace."""
+        return self._reach.has(*read)
 
     # ------------------------------------------------------------ guards
     def suits(self, leaves: Sequence[Any], structure: Any, now: tuple[Any, ...]) -> bool:

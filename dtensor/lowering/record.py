@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,12 +31,19 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from dtensor.comm.communicator import Communicator
+from dtensor.comm.fake import FakeCommunicator
+from dtensor.comm.observers import received
+from dtensor.comm.pending import Pending
 from dtensor.debug.collectives import Collective, classify
 from dtensor.dispatch import hit as hot
+from dtensor.dispatch import plain as dispatch_plain
+from dtensor.dispatch import random as rng
 from dtensor.dispatch.call import layouts
 from dtensor.errors import LayoutError, explain_error
+from dtensor.simulation.communicator import SimulatedCommunicator
 
-__all__ = ["LowerError", "Recorder", "refuse", "tensors_in"]
+__all__ = ["LowerError", "Recorder", "recording", "refuse", "tensors_in"]
 
 aten = torch.ops.aten
 _SAME = frozenset({"aten::detach", "aten::alias", "aten::detach_", "aten::lift_fresh"})
@@ -84,6 +92,8 @@ class Recorder(TorchDispatchMode):
         self.varied: set[int] = set()
         self.call: str | None = None
         self.depth = 0
+        self.reads: dict[Any, Any] = {}
+        """What is read of modules; see `dtensor.lowering.reach`."""
 
     # ------------------------------------------------------------ tensors and nodes
     def know(self, t: torch.Tensor, node: fx.Node) -> None:
@@ -99,7 +109,7 @@ class Recorder(TorchDispatchMode):
             return self._constant(t)  # something that the engine keeps for its own use
         raise refuse(
             "a tensor that is neither an argument nor reachable from one", f"{t.dtype}{list(t.shape)}",
-            "its values would be those of the first call for ever",
+            "its values would be baked in as constants",
             "pass it as an argument, keep it in a list, a dict or an attribute, or make it inside the function",
         )  # fmt: skip
 
@@ -223,7 +233,7 @@ class Recorder(TorchDispatchMode):
             if not isinstance(t._local_tensor, FakeTensor) and type(t._local_tensor) is torch.Tensor:
                 raise refuse(
                     f"{func} on a DTensor that is neither an argument nor reachable from one", str(t._spec),
-                    "its values would be those of the first call for ever", "pass it, or the module that holds it",
+                    "its values would be baked in as constants", "pass it, or the module that holds it",
                 )  # fmt: skip
         self._check(func, args, kwargs)
         outer, self.call = self.call, f"{func}: {layouts(args, kwargs)}"
@@ -244,12 +254,12 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------ what is no op
     @contextlib.contextmanager
-    def bracket(self, name: str, make: Callable[[], Any]) -> Iterator[None]:
-        """Record that the context manager `make()` is entered, and left after what is recorded inside."""
+    def bracket(self, name: str, make: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
+        """Record that the context manager `make(*args)` is entered, and left after what is recorded inside."""
         open_ones: list[Any] = []
 
         def enter() -> None:
-            context = make()
+            context = make(*args)
             context.__enter__()
             open_ones.append(context)
 
@@ -310,3 +320,114 @@ def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Ten
     params = func._schema.arguments
     given = dict(zip((a.name for a in params), args, strict=False)) | kwargs
     yield from tensors_in(given.get(a.name) for a in params if a.alias_info is not None and a.alias_info.is_write)
+
+
+# ------------------------------------------------------------ what is called outside of the dispatcher
+_active = threading.local()
+_patched = 0
+_originals: list[tuple[Any, str, Any]] = []
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Inside, in this thread, what is called outside of torch's dispatcher is recorded, or done for `recorder` alone.
+
+    Communicators of simulated and fake ranks give fake results of the right shapes; what `dtensor.dispatch.random` does
+    to generators is a call before the draw and one after it; states of generators that are read and set, as activation
+    checkpointing does, are calls too. Plans are not kept, as they may hold tensors of the trace.
+    """
+    global _patched
+    with _lock:
+        _patched += 1
+        if _patched == 1:
+            _patch()
+    outer, _active.recorder = getattr(_active, "recorder", None), recorder
+    try:
+        yield
+    finally:
+        _active.recorder = outer
+        with _lock:
+            _patched -= 1
+            if _patched == 0:
+                for owner, name, original in _originals:
+                    setattr(owner, name, original)
+                _originals.clear()
+
+
+def _patch() -> None:
+    _replace(hot, "store", lambda recorder, original, *args: None)
+    _replace(dispatch_plain, "_check", _check_unless_zero)
+    _replace(dispatch_plain, "_same_on_all", lambda recorder, original, t: recorder.is_constant(t))
+    for name in ("_common_stream", "_seeded"):
+        _replace(rng, name, lambda recorder, original, *args, name=name: recorder.bracket(name[1:], original, args))
+    for module in (torch, torch.random, torch.cuda):
+        for name in ("get_rng_state", "set_rng_state", "manual_seed"):
+            _replace(module, name, _generator_state)
+    for cls in (SimulatedCommunicator, FakeCommunicator):
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"):
+            _replace(cls, f"_{name}", lambda recorder, original, comm, *args, name=name: Pending(
+                _collective(recorder, comm, original, name, args)
+            ))  # fmt: skip
+
+
+def _replace(owner: Any, name: str, recorded: Callable[..., Any]) -> None:
+    """In threads that record, `recorded(recorder, original, ...)` runs in place of `owner.name`."""
+    original = getattr(owner, name)
+    _originals.append((owner, name, original))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder: Recorder | None = getattr(_active, "recorder", None)
+        return original(*args, **kwargs) if recorder is None else recorded(recorder, original, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _generator_state(recorder: Recorder, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The state of a generator is read or set at every call."""
+    out = None
+    if original.__name__ == "get_rng_state":
+        with _disable_current_modes():
+            size = original(*args, **kwargs).shape
+            with recorder.fake:
+                out = torch.empty(size, dtype=torch.uint8)
+    recorder.add(original, args, kwargs, out).meta["kept"] = True
+    return out
+
+
+def _check_unless_zero(recorder: Recorder, original: Any, info: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+    """Zeros, which autograd makes for parts that are not used, are the same on all ranks: no comparison."""
+    plain = [t for t in tensors_in((*args, *kwargs.values())) if not isinstance(t, hot._DTensor)]
+    return None if all(map(recorder.is_zero, plain)) else original(info, args, kwargs, *rest)
+
+
+def _collective(recorder: Recorder, comm: Communicator, original: Any, kind: str, args: tuple[Any, ...]) -> Any:
+    """Record one call of a communicator's method, and give fake results of the right shapes."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor) or (isinstance(a, (list, tuple)) and list(tensors_in(a)))]
+    places = [i for i, a in enumerate(args) if any(a is t for t in tensors)]
+
+    def run(*given: Any) -> Any:
+        call = list(args)
+        for i, value in zip(places, given, strict=True):
+            call[i] = value
+        return original(comm, *call).wait()
+
+    first = next(tensors_in(tensors))
+    new = lambda shape: torch.empty(tuple(shape), dtype=first.dtype, device=first.device)  # noqa: E731
+    with _disable_current_modes(), recorder.fake:
+        out: Any
+        count = first.numel()
+        if kind in ("all_gather", "all_to_all"):
+            into = args[2] if kind == "all_gather" and len(args) > 2 else None
+            out = [new(s) for s in args[1]] if into is None else list(into)
+            count = received(kind, comm.size, comm.rank, args[1])
+        elif kind == "reduce_scatter":
+            out = new(args[0][comm.rank].shape)
+            count = received(kind, comm.size, comm.rank, [p.shape for p in args[0]])
+        elif kind == "scatter":
+            out = new(args[1].shape)
+        else:
+            out = new(first.shape)
+            count = received(kind, comm.size, comm.rank, first.numel()) if kind == "all_reduce" else count
+    fx_args = [list(a) if isinstance(a, tuple) else a for a in tensors]
+    return recorder.collective(kind, run, fx_args, out, Collective(kind, comm.size, float(count), first.itemsize))

@@ -16,17 +16,16 @@ the step does it; `.grad` of leaves, and what an optimizer's first step puts int
 
 - DTensors: layout, mesh, global shape, stride, dtype, local stride and offset, requires_grad, hooks, `.grad`;
 - plain tensors: shape, stride, dtype, device; equal tensors in equal places; other arguments: value and type;
-- whatever the function can reach (`dtensor.lowering.state`): every module, parameter, buffer, hook, optimizer,
-container,
-  method, class attribute and Python number in its arguments, closure, defaults and globals is the same object, or an
-  equal number (`module.training`, `group["lr"]`, `config.scale`, ...); so are the code of functions, what weak
-  references and context variables lead to, modules that are imported inside of a function, and the environment where
-  code names it;
+- whatever the function can reach (`dtensor.lowering.reach`): every module, parameter, buffer, hook, optimizer,
+  container, method, class attribute and Python number in its arguments, closure, defaults and globals is the same
+  object, or an equal number (`module.training`, `group["lr"]`, `config.scale`, ...); so are the code of functions, what
+  weak references and context variables lead to, whatever the trace has read of Python modules, by whatever name, and
+  the environment where code names it;
 - grad mode, inference mode, autocast, the default dtype, `implicit_replication`, the cost model.
 
 **Not seen** are changes of files and of the clock, of what code in C keeps to itself (a `functools` cache that is
-cleared), of a module that is found by a name made up at run time (`importlib.import_module(f"{name}.config")`), and of
-rules registered after the trace. A value that comes from there is that of the trace for ever: pass it as an argument.
+cleared), and of rules registered after the trace. A value that comes from there is baked in as a constant: pass it as
+an argument.
 
 What is compared is the same on all ranks of a program that is, so all ranks trace again together. A function that
 cannot be traced raises `LowerError`: one that looks at values, has a random generator of its own, uses a tensor from
@@ -48,8 +47,8 @@ import torch
 
 from dtensor.errors import expect
 from dtensor.lowering.capture import Captured
-from dtensor.lowering.code import totals
-from dtensor.lowering.guards import Variant, flatten, surroundings
+from dtensor.lowering.guards import Variant, flatten, surroundings, traced
+from dtensor.lowering.program import totals
 from dtensor.lowering.record import LowerError
 
 __all__ = ["LowerError", "Lowered", "lower"]
@@ -71,8 +70,8 @@ def lower(fn: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any) 
     Raises:
         LowerError: the function cannot be traced; the message says what stands in the way.
 
-    Later calls do not see what the function would read from files, from the clock, from code in C that keeps values,
-    and from modules that it finds by a name made up at run time: pass such values as arguments.
+    Later calls do not see what the function would read from files, from the clock and from code in C that keeps values:
+    pass such values as arguments.
     """
     expect("lower", "fn", fn, Callable, "a function", "lower(train_step, model, inputs)")
     made = Lowered(fn)
@@ -123,9 +122,7 @@ class Lowered:
                 )
                 self._warned = True
             self._variants.pop()
-        made = Variant(self._fn, args, kwargs)
-        if made.found_late:
-            made = Variant(self._fn, args, kwargs)
+        made = traced(self._fn, args, kwargs)
         self._variants.insert(0, made)
         return made
 

@@ -24,11 +24,9 @@ from torch.utils import _pytree as pytree
 
 from dtensor.dispatch import hit as hot
 from dtensor.dispatch.materialized import MovedSpec, settled_spec
-from dtensor.lowering.code import as_function, drop_unused, simplify
-from dtensor.lowering.outside import recording
-from dtensor.lowering.program import Known, Made, Program, Template, Value
-from dtensor.lowering.record import Recorder, refuse
-from dtensor.lowering.state import VALUES, Reach, read
+from dtensor.lowering.program import Known, Made, Program, Template, Value, as_function, drop_unused, simplify
+from dtensor.lowering.reach import VALUES, Reach, Read, read
+from dtensor.lowering.record import Recorder, recording, refuse
 
 __all__ = ["trace"]
 
@@ -138,15 +136,18 @@ class _Tracer:
 def trace(
     fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], reach: Reach, objects: Sequence[Any],
     plain: Sequence[tuple[Any, torch.Tensor]], names: Sequence[str], plain_names: Sequence[str],
+    reads: dict[tuple[int, str], Read],
 ) -> Program:  # fmt: skip
     """Trace `fn(*args, **kwargs)`.
 
     `objects`: every DTensor that it may use, and every plain leaf that requires grad; `plain`: every other plain tensor
     and the place that holds it, or None for arguments, which are taken out of `args` and `kwargs` by identity. `names`,
     `plain_names`: what to call them. Objects stay the same ones while the program runs: DTensors with other local
-    tensors, plain leaves with a stand-in that the recorder gives to the ops on them.
+    tensors, plain leaves with a stand-in that the recorder gives to the ops on them. `reads`: where what is read of
+    modules is noted.
     """
     t = _Tracer(reach, objects, plain)
+    t.recorder.reads = reads
     before = [(box, dict(box) if isinstance(box, dict) else list(box)) for box in reach.boxes]
     local = [(x, local_of(x), x.grad if x.is_leaf else None) for x in objects]
     own_grads: list[tuple[Any, torch.Tensor]] = [(g, local_of(g)) for _, _, g in local if is_dtensor(g)]
@@ -233,7 +234,7 @@ def _call(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             random.setstate(states[0])
             raise refuse(
                 "a program that draws numbers from Python or numpy", "their generators have gone on",
-                "they would be those of the first call for ever", "draw them outside and pass them, or draw with torch",
+                "they would be baked in as constants", "draw them outside and pass them, or draw with torch",
             )  # fmt: skip
         return result
     except (DataDependentOutputException, DynamicOutputShapeException) as e:

@@ -22,8 +22,8 @@ from torch import nn
 import dtensor
 from dtensor import Shard, distribute_tensor, init_device_mesh, simulate
 from dtensor.lowering import LowerError
-from dtensor.lowering import state as lower_state
-from dtensor.lowering.names import Import, names_of
+from dtensor.lowering import guards as lower_guards
+from dtensor.lowering import reach as lower_reach
 
 G = 2.0
 Case = tuple[str, Callable[[Any], Any], Callable[[], Any]]
@@ -106,7 +106,6 @@ def through_modules() -> Iterator[Case]:
     yield "sys.modules", lambda x: x * sys.modules["reached_conf"].scale, set_scale
     yield "import_module", lambda x: x * importlib.import_module("reached_conf").scale, set_scale
     yield "module's __getattr__", lambda x: x * lazy.scale, lambda: setattr(lazy, "S", 5.0)
-    yield "globals()", lambda x: x * globals()["G"], set_g
     yield "eval", lambda x: x * makes_up.ask("G"), lambda: setattr(makes_up, "G", 5.0)
     yield "globals(), made up", lambda x: x * makes_up.get("H"), lambda: setattr(makes_up, "H", 5.0)
 
@@ -299,7 +298,7 @@ def test_hooks_of_an_optimizer_are_seen() -> None:
 
 def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that reaches more than can be watched is not lowered with part of it unwatched."""
-    monkeypatch.setattr(lower_state, "MAX_PLACES", 50)
+    monkeypatch.setattr(lower_reach, "MAX_PLACES", 50)
     many = [[i] for i in range(100)]
 
     def f() -> None:
@@ -310,28 +309,43 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(1)(f)
 
 
-def test_names_that_code_makes_up_are_told_from_constant_ones() -> None:
-    def constant(m: Any, c: bool) -> Any:
-        return getattr(m, "a"), getattr(m.b, "c", [m.d, "e" + m.f]), hasattr(m, "g")  # noqa: B009
+def test_what_a_namespace_holds_that_cannot_be_watched_is_refused() -> None:
+    """Code that reads globals it does not name depends on all of them."""
+    made = module("reached_by_eval", lines=iter("ab"))
+    exec("def ask(text):\n    return eval(text)", made.__dict__)
 
-    found = names_of(constant.__code__)
-    assert not found.made_up and found.asked == {"a", "c", "g"}
-    assert names_of((lambda m, n: getattr(m, "a", 1 if n else 2)).__code__).asked <= {"a"}
-    for made_up in (
-        lambda m, n: getattr(m, n),
-        lambda m, n: getattr(m, "a" + n),
-        lambda m, n: getattr(m, f"{n}a"),
-        lambda m, n: getattr(m, "a" if n else "b", "c"),
-        lambda m, n: getattr(m, n and "a", 0),
-        lambda m, n: getattr(m, n or "a"),
-        lambda m, n: [getattr(m, k) for k in n],
-        lambda m, n: functools.reduce(getattr, n, m),
-        lambda m, n: vars(m),
-        lambda m, n: m.__dict__,
-    ):
-        assert names_of(made_up.__code__).made_up
+    def f() -> None:
+        x = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(LowerError, match="an iterator goes on"):
+            dtensor.lower(lambda x: x * made.ask("2.0"), x)
 
-    text = "import a.b as c\nfrom .d import e\nfrom .f import g\nc.x, e.x, g\n"
-    found = names_of(compile(text, "text", "exec"))
-    assert found.imports == {Import("a.b", 0), Import("d", 1), Import("f", 1)}
-    assert found.whole_imports == {Import("f", 1, "g")}
+    simulate(1)(f)
+
+
+def test_what_is_read_of_modules_is_noted_in_a_trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules are of their own class before and after; an attribute that a program never reads costs no new trace."""
+    traces, trace = [], lower_guards.trace
+
+    def counted(*args: Any) -> Any:
+        traces.append(1)
+        return trace(*args)
+
+    def look(x: Any) -> Any:
+        return x * getattr(conf, "".join(["sc", "ale"]))
+
+    monkeypatch.setattr(lower_guards, "trace", counted)
+
+    def f() -> None:
+        x = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        run = dtensor.lower(look, x)
+        assert type(conf) is types.ModuleType and len(traces) == 2  # the second with `scale` watched from its start
+        conf.unread = 1
+        run(x)
+        assert len(traces) == 2
+        conf.scale = 5.0
+        assert run(x).to_local().tolist() == [5.0, 5.0]
+
+    try:
+        simulate(1)(f)
+    finally:
+        reset()
