@@ -418,8 +418,7 @@ def _collective(recorder: Recorder, comm: Communicator, original: Any, kind: str
         out: Any
         count = first.numel()
         if kind in ("all_gather", "all_to_all"):
-            into = args[2] if kind == "all_gather" and len(args) > 2 else None
-            out = [new(s) for s in args[1]] if into is None else list(into)
+            out = [new(s) for s in args[1]]
             count = received(kind, comm.size, comm.rank, args[1])
         elif kind == "reduce_scatter":
             out = new(args[0][comm.rank].shape)
