@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .proof import count, listing, reasons, samples, shown, sweep
+from .proof import count, reasons, samples, shown, sweep
 from .proof.recorded import Op, RecordedCall
 
 
@@ -86,7 +86,7 @@ def run_list(options: argparse.Namespace) -> int:
     if options.count:
         print(found)
         return 0
-    text = listing.listing(options.pattern, found)
+    text = count.listing(options.pattern, found)
     if not text:
         print(f"no rule has a name like {options.pattern!r}", file=sys.stderr)
         return 2

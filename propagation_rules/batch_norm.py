@@ -8,15 +8,22 @@ Running statistics are written although the schema of `native_batch_norm` does n
 in any layout: the new statistics are brought to them, one number a channel.
 
     running_mean {P}        m' = (1 - momentum) m + momentum * (the first position's: the new mean; the others': 0)
+
+The other forms of batch normalisation, told in terms of `native_batch_norm`.
+
+They return the same three tensors, and some of them more: space that a backend reserves for its backward (here there
+is none), and the new running statistics, where those that are given must not be written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from dtensor.dispatch.hit import special
 from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Partial, Replicate
 from dtensor.redistribute.executor.run import redistribute_local
@@ -24,12 +31,13 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Rule, linear
 from dtensor.spec import Spec
+from dtensor.tensor import DTensor
 
 from .build.dtypes import accumulation_dtype, unlike_statistics
 from .build.empty_shards import is_empty_shard, zeros_of
 from .build.gathered import output_spec
 from .build.labelled import share_of
-from .variance import combined_moments
+from .reduce import combined_moments
 
 RUNNING = ("running_mean", "running_var")
 
@@ -160,3 +168,82 @@ def _run_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
 
 register("aten.native_batch_norm", batch_norm, values="eps momentum")
 register("aten.native_batch_norm_backward", batch_norm_backward, values="eps")
+
+
+aten = torch.ops.aten
+
+
+def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name; running statistics are None where the op takes none."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
+    return {"running_mean": None, "running_var": None, "training": False, **given}
+
+
+def _norm(named: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    made: tuple[Any, ...] = aten.native_batch_norm.default(*(named[n] for n in names))
+    return made
+
+
+def _copied(named: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    """Put copies in the place of the running statistics, and return them."""
+    named["running_mean"], named["running_var"] = named["running_mean"].clone(), named["running_var"].clone()
+    return named["running_mean"], named["running_var"]
+
+
+def _reserved(x: DTensor) -> DTensor:
+    mesh = x.device_mesh
+    return DTensor.from_local(
+        torch.empty(0, dtype=torch.uint8, device=x.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+
+
+@special("aten._native_batch_norm_legit.default")
+def _legit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return _norm(_named(aten._native_batch_norm_legit.default, args, kwargs))
+
+
+@special("aten._native_batch_norm_legit.no_stats")
+def _no_stats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return _norm(_named(aten._native_batch_norm_legit.no_stats, args, kwargs))
+
+
+@special("aten._native_batch_norm_legit_no_training.default")
+def _no_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return _norm(_named(aten._native_batch_norm_legit_no_training.default, args, kwargs))
+
+
+@special("aten._native_batch_norm_legit_functional.default")
+def _functional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    named = _named(aten._native_batch_norm_legit_functional.default, args, kwargs)
+    new = _copied(named)
+    return (*_norm(named), *new)
+
+
+@special("aten._batch_norm_with_update.default")
+def _with_update(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    named = _named(aten._batch_norm_with_update.default, args, kwargs) | {"training": True}
+    return (*_norm(named), _reserved(named["input"]))
+
+
+@special("aten._batch_norm_with_update_functional.default")
+def _with_update_functional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    named = _named(aten._batch_norm_with_update_functional.default, args, kwargs) | {"training": True}
+    new = _copied(named)
+    return (*_norm(named), _reserved(named["input"]), *new)
+
+
+@special("aten._batch_norm_no_update.default")
+def _no_update(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    named = _named(aten._batch_norm_no_update.default, args, kwargs)
+    return (*_norm(named), _reserved(named["input"]))
+
+
+@special("aten.batch_norm_backward.default")
+def _backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    named = _named(aten.batch_norm_backward.default, args, kwargs)
+    names = (
+        "grad_out input weight running_mean running_var save_mean save_var update eps output_mask"
+    ).split()  # fmt: skip
+    made: tuple[Any, ...] = aten.native_batch_norm_backward.default(*(named[n] for n in names))
+    return made

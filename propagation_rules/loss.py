@@ -16,18 +16,52 @@ or its gradient is first wanted (`dtensor.rules.deferred`):
 
 The kernels are given no cost: they send one or two numbers a row or put that off, and what follows a sharded
 log_softmax wants it sharded alike. Sums are taken in float32 for lower precisions.
+
+Losses that compare two tensors element by element: mse, smooth l1, huber, binary cross entropy, soft margin.
+
+    reduction=none      pointwise
+    reduction=sum       every dim is a factor that the output lacks: P(sum)
+    reduction=mean      the local sum over the count of the whole: P(sum)
+
+The gradient of the mean needs the same care: the op on a shard would divide by the shard's count. So both run
+with reduction=sum locally and divide by the global count themselves.
+
+Margin losses over classes: samples are free, the classes of one sample stay together.
+
+    multi_margin_loss         n [c], n, [c] -> n (none), 1 (sum, mean)
+    multilabel_margin_loss    n [c], n [c] -> n or 1, n [c]
+
+As with elementwise losses, the mean of a shard is its sum over the global number of samples.
+
+Connectionist temporal classification: the batch is free where targets have a row a sample.
+
+    _ctc_loss        [t] n [c], n [s] -> n, n [t] [2s+1]          lengths are lists of numbers, a sample each
+    its backward     n, [t] n [c], n [s], n, n [t] [2s+1] -> [t] n [c]
+
+The second result is as wide as the longest target: on each rank it is widened to that of all samples. Nobody reads
+what lies beyond a sample's own. Targets strung together in one dim are found by the lengths of all samples before,
+so nothing is cut there.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from dtensor.rules.deferred import PutOff
 from dtensor.rules.kernel import KernelContext, looks_at_values, traced
 from dtensor.rules.registry import Call, register
-from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
+from dtensor.rules.rule import Bind, Dims, Kernel, Linear, Rule, linear
+from dtensor.spec import Spec
 
 from .build.classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
+from .build.empty_shards import is_empty_shard
+from .build.labelled import labelled
+from .pointwise import NUMBERS, broadcast_dims, broadcast_shape
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -203,7 +237,6 @@ def _run_nll(ctx: KernelContext) -> Pair | PutOff:
     return sums[0].to(out.dtype), sums[1].to(total_spec.dtype)
 
 
-
 def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype, torch.dtype]) -> Pair | PutOff:
     """(mean, count) from the sums of all positions. A target out of bounds on one of them is an error on all.
 
@@ -262,3 +295,175 @@ register("aten._log_softmax", log_softmax)
 register("aten._log_softmax_backward_data", log_softmax_backward)
 register("aten.nll_loss_forward aten.nll_loss2d_forward", nll_loss)
 register("aten.nll_loss_backward aten.nll_loss2d_backward", nll_loss_backward)
+
+
+def _dims(call: Call) -> tuple[torch.Size, tuple[Dims, ...]]:
+    """The shape all but the gradient broadcast to, and the dims of every input."""
+    shape = broadcast_shape(s.shape for s, n in zip(call.inputs, call.names, strict=True) if n != "grad_output")
+    reduced = call["reduction"] != NONE
+    dims = tuple(
+        () if n == "grad_output" and reduced and s.ndim == 0 else broadcast_dims(s.shape, shape)
+        for s, n in zip(call.inputs, call.names, strict=True)
+    )
+    return shape, dims
+
+
+def _over_count(call: Call, elements: int) -> Bind:
+    """The op with reduction=sum, over the global count, wherever an input is cut."""
+    count = elements or math.nan  # the mean of nothing
+    op = call.op
+    at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "reduction")
+
+    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
+        if not any(s.is_sharded_on(d) for s in ins for d in range(s.ndim)):
+            return None
+
+        def run(*args: object, **kwargs: object) -> object:
+            if at < len(args):
+                return op(*args[:at], SUM, *args[at + 1 :], **kwargs) / count
+            return op(*args, **{**kwargs, "reduction": SUM}) / count
+
+        return run
+
+    return bind
+
+
+def loss(call: Call) -> Rule:
+    """The loss itself; nothing pending passes."""
+    shape, dims = _dims(call)
+    if call["reduction"] == NONE:
+        return Rule(dims, (tuple((d,) for d in range(len(shape))),), tuple(shape))
+    rule = Rule(dims, ((),), tuple(shape))
+    return replace(rule, bind=_over_count(call, math.prod(shape))) if call["reduction"] == MEAN else rule
+
+
+def loss_backward(call: Call) -> Rule:
+    """Its gradient: pointwise, and linear in the incoming gradient."""
+    shape, dims = _dims(call)
+    at = call.index("grad_output")
+    assert at is not None
+    outs = tuple(() if m is None else broadcast_dims(m.shape, shape) for m in call.outputs)
+    rule = Rule(dims, outs, tuple(shape), linear=(linear(at),))
+    return replace(rule, bind=_over_count(call, math.prod(shape))) if call["reduction"] == MEAN else rule
+
+
+register(
+    "aten.binary_cross_entropy aten.binary_cross_entropy_with_logits aten.huber_loss aten.mse_loss aten.smooth_l1_loss "
+    "aten.soft_margin_loss",
+    loss, values=NUMBERS,
+)  # fmt: skip
+register(
+    "aten.binary_cross_entropy_backward aten.huber_loss_backward aten.mse_loss_backward aten.smooth_l1_loss_backward "
+    "aten.soft_margin_loss_backward",
+    loss_backward, values=NUMBERS,
+)  # fmt: skip
+
+
+def margin_loss(call: Call) -> Rule:
+    """Forward and backward: the tensors are known by their names."""
+    at = call.index("self")
+    assert at is not None
+    x, none = call.inputs[at], call["reduction"] == NONE
+    row: list[Hashable] = ["n"] if x.ndim == 2 else []
+    per_row: list[Hashable] = row if none else []
+    classes = [*row, None]
+    target = row if "multi_margin" in call.op._schema.name else classes
+    backward = "grad_output" in call.names
+
+    def labels(name: str, ndim: int) -> list[Hashable]:
+        known: dict[str, list[Hashable]] = {
+            "self": classes, "target": target, "is_target": classes, "grad_output": per_row, "weight": [None],
+        }  # fmt: skip
+        return known[name] if len(known[name]) == ndim else [None] * ndim
+
+    outs = [classes] if backward else [per_row, classes][: len(call.outputs)]
+    rule = labelled(
+        call, [labels(n, s.ndim) for n, s in zip(call.names, call.inputs, strict=True)],
+        [o if m is None or len(o) == len(m.shape) else [None] * len(m.shape)
+         for o, m in zip(outs, call.outputs, strict=True)],
+        linear=(linear(0),) if backward else (),
+    )  # fmt: skip
+    return replace(rule, bind=lambda ins, outs: _over_rows(call, ins[at], outs))
+
+
+def _over_rows(call: Call, x: Spec, outs: Sequence[Spec | None]) -> Callable[..., object] | None:
+    """The op with reduction=sum, over the global number of rows, where they are cut; zeros where there are none."""
+    if not x.is_sharded_on(0) or x.ndim < 2:
+        return None
+    op, mean = call.op, call["reduction"] == MEAN
+    at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "reduction")
+    empty = is_empty_shard(x)
+
+    def run(*args: Any, **kwargs: Any) -> object:
+        if empty:
+            made = tuple(
+                None if s is None else args[0].new_zeros(s.local_shape, dtype=s.dtype) for s in outs
+            )  # fmt: skip
+            return made[0] if len(made) == 1 else made
+        if not mean:
+            return op(*args, **kwargs)
+        if at < len(args):
+            args = (*args[:at], SUM, *args[at + 1 :])
+        else:
+            kwargs = {**kwargs, "reduction": SUM}
+        got = op(*args, **kwargs)
+        return got / x.shape[0] if isinstance(got, torch.Tensor) else (got[0] / x.shape[0], *got[1:])
+
+    return run
+
+
+register(
+    "aten.multi_margin_loss aten.multi_margin_loss_backward aten.multilabel_margin_loss_forward "
+    "aten.multilabel_margin_loss_backward", margin_loss, values="p margin",
+)  # fmt: skip
+
+
+LENGTHS = ("input_lengths", "target_lengths")
+
+
+def ctc_loss(call: Call) -> Rule:
+    """Forward and backward; lengths become those of this rank's samples."""
+    x, target = call["log_probs"], call["targets"]
+    n: Hashable = "n" if x.ndim == 3 and target.ndim == 2 else None
+    probabilities: list[Hashable] = [None, n, None] if x.ndim == 3 else [None, None]
+    per_sample: list[Hashable] = [n] if x.ndim == 3 else []
+    labels: dict[str, list[Hashable]] = {
+        "log_probs": probabilities, "targets": [n, None] if target.ndim == 2 else [None], "grad": per_sample,
+        "neg_log_likelihood": per_sample, "log_alpha": [*per_sample, None, None],
+    }  # fmt: skip
+    backward = "grad" in call.names
+    outs = ["log_probs"] if backward else ["neg_log_likelihood", "log_alpha"]
+    rule = labelled(
+        call, [_fit(labels[m], s.ndim) for m, s in zip(call.names, call.inputs, strict=True)],
+        [[] if s is None else _fit(labels[m], len(s.shape)) for m, s in zip(outs, call.outputs, strict=True)],
+        linear=(linear(0),) if backward else (), filled=True,
+    )  # fmt: skip
+    at = call.names.index("log_probs")
+
+    def localize(ins: Sequence[Spec], _: Sequence[Spec | None]) -> Mapping[str, object]:
+        spec = ins[at]
+        if spec.mesh.coord is None or n is None:
+            return {}
+        runs = spec.intervals_of(spec.mesh.coord)[1]
+        return {name: [call[name][i] for s, m in runs for i in range(s, s + m)] for name in LENGTHS}
+
+    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
+        table = None if backward else outs[1]
+        if table is None or not table.is_sharded_on(0):
+            return None
+        width = table.local_shape[2]
+
+        def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, made = call.op(*args, **kwargs)
+            return loss, torch.nn.functional.pad(made, (0, width - made.shape[2]), value=-math.inf)
+
+        return run
+
+    return replace(rule, localize=localize, bind=bind)
+
+
+def _fit(labels: list[Hashable], ndim: int) -> list[Hashable]:
+    return labels if len(labels) == ndim else [None] * ndim
+
+
+register("aten._ctc_loss.default aten._ctc_loss_backward.default", ctc_loss)

@@ -5,23 +5,38 @@
 
 With a batch dim cut nothing is sent; the gradients of weight and bias lack `b` and stay pending sums. With a
 normalised dim cut, rows are spread over ranks: forward gathers count, mean and squared deviations of every row
-part (as `variance` does), backward all-reduces two sums a row, and the parameters' gradients are sharded like
+part (as a variance does), backward all-reduces two sums a row, and the parameters' gradients are sharded like
 the dim.
+
+Group normalisation: the batch and the groups are free.
+
+    native_group_norm    n (g [q]) [s ...], (g [q]), (g [q]) -> n (g [q]) [s ...], n g, n g
+    its backward         ... -> n (g [q]) [s ...], (g [q]), (g [q])
+
+The channels are `g` groups of `q`; cutting groups cuts channels, weight and bias along, with nothing sent. The
+arguments that count batch, channels and groups become local.
+
+Weight normalisation, g v / |v|, the norm taken over all dims but one: that one is free.
+
+_weight_norm_interface    d [n ...], d 1 ... -> d [n ...], d 1 ...       linear in the lengths g
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
-from dtensor.rules.rule import Dims, Kernel, LocalPart, Rule, linear
+from dtensor.rules.rule import Dims, Kernel, Linear, LocalPart, Rule, linear
+from dtensor.spec import Spec
 
 from .build.dtypes import accumulation_dtype, unlike_statistics
-from .variance import combined_moments
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.labelled import labelled
+from .reduce import combined_moments
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
@@ -170,3 +185,64 @@ register("aten.native_layer_norm", layer_norm, values="eps")
 register("aten.native_layer_norm_backward", layer_norm_backward)
 register("aten._fused_rms_norm", rms_norm, values="eps")
 register("aten._fused_rms_norm_backward", rms_norm_backward)
+
+
+def group_norm(call: Call) -> Rule:
+    """Forward and backward: the tensors are known by their names."""
+    at = call.index("input")
+    assert at is not None
+    x = call.inputs[at]
+    groups = call["group"]
+    n, g, q = 0, 1, 2
+    sizes = (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    whole: Dims = ((n,), (g, q), *((3 + i,) for i in range(x.ndim - 2)))
+    dims: dict[str, Dims] = {
+        "input": whole, "grad_out": whole, "mean": ((n,), (g,)), "rstd": ((n,), (g,)),
+        "weight": ((g, q),), "bias": ((g, q),),
+    }  # fmt: skip
+    backward = "grad_out" in call.names
+    outs = ("input", "weight", "bias") if backward else ("input", "mean", "rstd")
+
+    def localize(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Mapping[str, object]:
+        rows, channels = ins[at].local_shape[:2]
+        return {"N": rows, "C": channels, "group": groups * channels // x.shape[1] if x.shape[1] else groups}
+
+    return Rule(
+        tuple(dims[name] for name in call.names),
+        tuple(() if m is None else dims[name] for name, m in zip(outs, call.outputs, strict=True)),
+        sizes,
+        frozenset({q, *range(3, len(sizes))}),
+        # Statistics of another dtype than the input's are unknown to torch's shape function; an empty shard has none.
+        nonempty=frozenset({n, g}) if any(s.dtype != x.dtype for s in call.inputs) else frozenset(),
+        linear=(linear(0),) if backward else (),
+        localize=localize,
+        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) or _no_channels(ins[at]) else None,
+    )
+
+
+def _no_channels(x: Spec) -> bool:
+    """Whether this rank has none of the channels that there are; the tensor may have no elements at all."""
+    return x.local_shape[1] == 0 < x.shape[1]
+
+
+register("aten.native_group_norm aten.native_group_norm_backward", group_norm, values="eps")
+
+
+def weight_norm(call: Call) -> Rule:
+    """Forward and backward: every tensor has the free dim, or is one of numbers along it."""
+    d = int(call["dim"]) % call.inputs[0].ndim
+    n = call.inputs[0].shape[d]
+
+    def labels(shape: Sequence[int]) -> list[Hashable]:
+        at = d if len(shape) > d and shape[d] == n else None
+        return [i if i == at else None for i in range(len(shape))]
+
+    backward = "grad_w" in call.names
+    lengths = Linear(frozenset({1}), (("sum", "sum"), ("avg", "avg")), frozenset({1}))
+    return labelled(
+        call, [labels(s.shape) for s in call.inputs], [[] if m is None else labels(m.shape) for m in call.outputs],
+        linear=(linear(0) if backward else lengths,), filled=True,
+    )  # fmt: skip
+
+
+register("aten._weight_norm_interface aten._weight_norm_interface_backward", weight_norm)

@@ -10,6 +10,22 @@ The mean of a shard is its sum divided by the count of the whole, so uneven and 
 
 What an empty shard holds of a maximum is the least number of its dtype. Norms of norms pass: a norm of parts
 that are pending in norm<p> is pending in norm<p>, so the total norm of many shards is reduced once.
+
+Where the largest and smallest elements are: argmax, argmin, max and min along a dim.
+
+Indices are not a matter of local op plus reduction: a shard's index is local, and the winner is on one rank only.
+Each rank sends its best value and the global index of it; all ranks choose alike. As torch does, the first of
+equals wins and NaN beats everything:
+
+    rank 0 holds [3, 7]: (7, 1)      rank 1 holds [7, 5]: (7, 2)      argmax = 1
+    an empty shard sends the least number and an index beyond all others
+
+Variance and standard deviation, alone and with the mean; log of a sum of exponentials.
+
+Over sharded dims each rank sends count, mean and the sum of squared deviations from its own mean; they are
+combined as Chan, Golub and LeVeque do, which loses no digits when the mean is large:
+
+    n = sum n_i      mean = sum n_i mean_i / n      M = sum M_i + n_i (mean_i - mean)^2      var = M / (n - correction)
 """
 
 from __future__ import annotations
@@ -27,9 +43,11 @@ from dtensor.rules.rule import Bind, Dims, Kernel, Linear, Rule
 from dtensor.spec import Spec
 
 from .build.dtypes import accumulation_dtype, cast_passes, is_exact
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.gathered import as_bits, from_bits, gather_stacked, output_spec
 from .pointwise import broadcast_rule, is_list_op
 
-__all__ = ["least", "reduced_dims", "reduced_rule", "reduction"]
+__all__ = ["combined_moments", "least", "reduced_dims", "reduced_rule", "reduction"]
 
 
 def reduced_dims(call: Call, of: int = 0) -> tuple[int, ...]:
@@ -260,3 +278,113 @@ register("aten.mean", mean)
 register("aten.linalg_vector_norm aten.norm aten._foreach_norm", vector_norm)
 register("aten.dist", dist)
 register("aten.aminmax", aminmax)
+
+
+BEYOND = torch.iinfo(torch.int64).max
+
+
+def extreme(call: Call) -> Rule:
+    """Reduced dims are whole; a kernel compares the shards' candidates."""
+    gone = reduced_dims(call)
+    n = len(call.outputs)
+    kernel = Kernel("extreme", frozenset(gone), ("replicate",) * n, _run_extreme)
+    return replace(reduced_rule(call), whole=frozenset(gone), kernels=(kernel,))
+
+
+def _candidates(ctx: KernelContext, of: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best value and its global index of this shard, reduced dims kept with size 1."""
+    x, gone = ctx.inputs[0], reduced_dims(ctx.call)
+    x = x.to(torch.uint8) if x.dtype == torch.bool else x  # argmax takes no booleans
+    kept = [1 if d in gone else n for d, n in enumerate(x.shape)]
+    if not all(x.shape[d] for d in gone):
+        return x.new_full(kept, least(x.dtype, of)), torch.full(kept, BEYOND, dtype=torch.int64, device=x.device)
+    pick = torch.argmax if of == "max" else torch.argmin
+    if len(gone) == 1:
+        at = pick(x, gone[0], keepdim=True)
+        return x.gather(gone[0], at), ctx.indices(0, gone[0], x.device)[at]
+    flat = pick(x)
+    value = x.reshape(-1)[flat].reshape(kept)
+    index, size = torch.zeros_like(flat), 1
+    for d in reversed(range(x.ndim)):
+        index = index + ctx.indices(0, d, x.device)[flat % x.shape[d]] * size
+        flat, size = flat // x.shape[d], size * ctx.in_specs[0].shape[d]
+    return value, index.reshape(kept)
+
+
+def _run_extreme(ctx: KernelContext) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    of = "max" if "max" in ctx.call.op._schema.name else "min"
+    value, index = _candidates(ctx, of)
+    sent = gather_stacked(ctx, torch.stack((as_bits(value), index)))
+    values, indices = from_bits(sent[:, 0], value.dtype), sent[:, 1]
+    best = values.amax(0) if of == "max" else values.amin(0)
+    wins = (values == best) | ((values != values) & (best != best))
+    first = torch.where(wins, indices, BEYOND).amin(0)
+    out = output_spec(ctx)
+    if len(ctx.out_specs) == 1:
+        return first.reshape(out.local_shape)
+    return best.reshape(out.local_shape).to(out.dtype), first.reshape(out.local_shape)
+
+
+register("aten.argmax aten.argmin aten.max.dim aten.min.dim", extreme)
+
+
+def combined_moments(
+    ctx: KernelContext, x: torch.Tensor, dims: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count, mean and sum of squared deviations over `dims`, of all positions of the kernel's axes; dims kept."""
+    x = x.to(accumulation_dtype(x.dtype))
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    mean = x.sum(dims, keepdim=True) / max(count, 1)
+    squares = (x - mean).square().sum(dims, keepdim=True)
+    sent = gather_stacked(ctx, torch.stack((torch.full_like(mean, count), mean, squares)))
+    counts, means, parts = sent.unbind(1)
+    total = counts.sum(0)
+    whole = (counts * means).sum(0) / total
+    return total, whole, (parts + counts * (means - whole).square()).sum(0)
+
+
+def variance(call: Call) -> Rule:
+    """Reduced dims are whole; a kernel combines the shards' moments. No rows give no warning."""
+    gone = reduced_dims(call)
+    rule = replace(
+        reduced_rule(call),
+        whole=frozenset(gone),
+        bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[0]) else None,
+    )
+    if call.inputs[0].dtype.is_complex or not gone:
+        return rule
+    n = len(call.outputs)
+    return replace(rule, kernels=(Kernel("moments", frozenset(gone), ("replicate",) * n, _run_moments),))
+
+
+def _run_moments(ctx: KernelContext) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    out = output_spec(ctx)
+    name = ctx.call.op._schema.name
+    given = ctx.call["correction"]
+    correction = 1.0 if given is None else float(given)
+    count, mean, squares = combined_moments(ctx, ctx.inputs[0], reduced_dims(ctx.call))
+    var = squares / (count - correction).clamp(min=0)
+    first = (var.sqrt() if "std" in name else var).reshape(out.local_shape).to(out.dtype)
+    if len(ctx.out_specs) == 1:
+        return first
+    return first, mean.reshape(out.local_shape).to(out.dtype)
+
+
+def logsumexp(call: Call) -> Rule:
+    """Reduced dims are whole; a kernel takes the log-sum-exp of the shards' ones."""
+    gone = reduced_dims(call)
+    rule = replace(reduced_rule(call), whole=frozenset(gone))
+    kernel = Kernel("logsumexp", frozenset(gone), ("replicate",), _run_logsumexp)
+    return replace(rule, kernels=(kernel,))
+
+
+def _run_logsumexp(ctx: KernelContext) -> torch.Tensor:
+    out = output_spec(ctx)
+    local = ctx.inputs[0].logsumexp(reduced_dims(ctx.call), bool(ctx.call["keepdim"]))
+    return gather_stacked(ctx, local.to(accumulation_dtype(out.dtype))).logsumexp(0).to(out.dtype)
+
+
+register("aten.std.correction aten.std_mean.correction aten.var.correction aten.var_mean.correction", variance)
+register("aten.logsumexp", logsumexp)

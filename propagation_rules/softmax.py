@@ -6,6 +6,8 @@ tensor [2, rows]; all ranks combine them alike and scale their own part:
     rank 0: [1, 3] -> max 3, sum 1.14      rank 1: [2] -> max 2, sum 1      total = 1.14 + exp(2 - 3) = 1.50
 
 The gradient needs one all-reduce of a number a row. Sums are taken in float32 for lower precisions.
+
+glu: one half of a dim gates the other, so that dim is whole and the others are free.
 """
 
 from __future__ import annotations
@@ -85,3 +87,24 @@ def _run_backward(ctx: KernelContext) -> torch.Tensor:
 register("aten._softmax", softmax)
 register("aten._safe_softmax", safe_softmax)
 register("aten._softmax_backward_data", softmax_backward)
+
+
+def glu(call: Call) -> Rule:
+    """Forward and backward, whose halved tensors have the split dim as a factor of their own."""
+    at = call.index("self")
+    assert at is not None
+    x = call.inputs[at]
+    d, half = call.dim(of=at), x.ndim
+    full: Dims = tuple((i,) for i in range(x.ndim))
+    halved: Dims = (*full[:d], (half,), *full[d + 1 :])
+    backward = len(call.inputs) == 2
+    return Rule(
+        (halved, full) if backward else (full,),
+        (full,) if backward else (halved,),
+        (*x.shape, x.shape[d] // 2),
+        frozenset({d, half}),
+        linear=(linear(0),) if backward else (),
+    )
+
+
+register("aten.glu aten.glu_backward", glu)

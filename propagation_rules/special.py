@@ -2,21 +2,41 @@
 
 searchsorted    n, ... -> ...          a place is the number of smaller elements, so cutting n leaves a sum
 trilinear       three tensors broadcast against each other, some dims summed
+
+Fourier transforms: the dims that are transformed stay whole, the others are free; linear.
+
+A dim that is real on one side has another size there: `b [n] c -> b [half] c`. The libraries fail on tensors
+without elements, so empty shards compute nothing.
+
+Distances between the rows of two matrices, or of one.
+
+    _cdist_forward     ... p [m], ... r [m] -> ... p r
+    its backward       ... p r, ... p [m], ... r [m], ... p r -> ... p [m]        linear in the gradient
+
+The distances within one matrix (`pdist`) pair every row with every other in one flat dim, so nothing of it is
+free.
+
+Cells of recurrent networks: the batch is free.
+
+The gates of a cell lie side by side in one dim, so that dim is whole. Where no accelerator fuses them, torch takes
+cells and layers apart into matmul, chunk and pointwise ops, which have rules of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 from dtensor.rules.registry import Call, pattern, register, tensor_names
 from dtensor.rules.rule import Linear, Rule, linear, passes
 
-from .build.labelled import labelled
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.labelled import but, labelled
 from .matmul import product
 from .pointwise import pointwise
 from .reduce import reduction
 
-__all__ = ["searchsorted", "trilinear"]
+__all__ = ["searchsorted", "transform", "trilinear"]
 
 
 def searchsorted(call: Call) -> Rule:
@@ -61,3 +81,44 @@ register("aten.bucketize.Scalar", pattern("[n] ->"))
 register("aten.bucketize.Tensor", pattern("..., [n] -> ..."))
 register("aten.linalg__powsum aten._foreach_powsum", reduction("sum"))
 register("aten.searchsorted", searchsorted)
+
+
+def transform(call: Call) -> Rule:
+    """The transformed dims have another size in what is real on one side"""
+    labels = but(call.inputs[0].ndim, *call.dims()) if call["dim"] else list(range(call.inputs[0].ndim))
+    rule = labelled(call, [labels], [labels], linear=(linear(0),))
+    return replace(rule, bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[0]) else None)
+
+
+register("aten._fft_c2c aten._fft_c2r aten._fft_r2c", transform)
+
+
+@dataclass(frozen=True, slots=True)
+class _filled:  # noqa: N801 - used as a function
+    """A pattern whose op gives zeros on empty shards."""
+
+    of: pattern
+
+    def __call__(self, call: Call) -> Rule:
+        return replace(
+            self.of(call), bind=lambda ins, outs: zeros_of(outs) if any(not s.local_numel for s in ins) else None
+        )
+
+    @property
+    def text_form(self) -> str:
+        """Printed form."""
+        return self.of.text_form
+
+
+register("aten._cdist_forward", _filled(pattern("... p [m], ... r [m] -> ... p r")), values="p")
+register(
+    "aten._cdist_backward",
+    _filled(pattern("... p r, ... p [m], ... r [m], ... p r -> ... p [m]", linear="0")),
+    values="p",
+)
+register("aten._pdist_forward", pattern("[n] [m] -> [k]"), values="p")
+register("aten._pdist_backward", pattern("[k], [n] [m], [k] -> [n] [m]", linear="0"), values="p")
+
+
+register("aten._thnn_fused_lstm_cell", pattern("n [g], n [g], n [h], [g], [g] -> n [h], n [h], n [w]"))
+register("aten._thnn_fused_gru_cell", pattern("n [g], n [g], n [h], [g], [g] -> n [h], n [w]"))

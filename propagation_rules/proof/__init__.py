@@ -8,8 +8,7 @@
     keys        arguments that matter are in the key of a cached plan
     reasons     why missing rows are missing
     sweep       many ops in several processes, a summary
-    count       which overloads the rules cover, and what they cost in lines
-    listing     all rules as text
+    count       all rules as text, which overloads they cover, and what they cost in lines
     shown       one rule, as it is for one call
 
 `python -m dtensor.propagation_rules` is the command line. Nothing here is loaded by the engine.

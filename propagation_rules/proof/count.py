@@ -2,12 +2,21 @@
 
 A rule is registered for a functional op; its in-place, `out=` and list forms derive from it. So an overload is
 covered when the engine finds a rule for it, its own or a derived one.
+
+Lines of code: without blank lines, comments and docstrings; and those that compute in a kernel.
+
+All rules as text: one entry a line, and under it how many overloads it covers.
 """
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import functools
+import io
+import tokenize
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +26,21 @@ from dtensor import propagation_rules
 from dtensor.dispatch import hit as hot
 from dtensor.dispatch.in_place import functional_form
 from dtensor.dispatch.lists import base_entry
-from dtensor.rules.registry import Entry, entries, lookup
+from dtensor.rules.registry import Entry, entries, lookup, printed
 
-from .lines import code_lines, kernel_lines
 from .recorded import Op
 
-__all__ = ["KINDS", "Coverage", "aten_overloads", "coverage", "covering", "kind_of"]
+__all__ = [
+    "Coverage",
+    "KINDS",
+    "aten_overloads",
+    "code_lines",
+    "coverage",
+    "covering",
+    "kernel_lines",
+    "kind_of",
+    "listing",
+]
 
 KINDS = ("functional", "in-place", "out", "foreach", "fused")
 
@@ -118,3 +136,51 @@ def coverage() -> Coverage:
         by_kind, by_entry, data, len(ours), sum(len(p.read_text().splitlines()) for p in files),
         sum(len(code_lines(p)) for p in files), sum(len(kernel_lines(p)) for p in files),
     )  # fmt: skip
+
+
+_NOTHING = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+def code_lines(path: Path) -> set[int]:
+    """Numbers of the lines of a file that hold code."""
+    text = path.read_text()
+    used: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NOTHING:
+            used.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            used.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return used
+
+
+def kernel_lines(path: Path) -> set[int]:
+    """Those of them inside functions that take a `KernelContext`: what a kernel computes, not what a rule says."""
+    inside: set[int] = set()
+    for node in _functions(ast.parse(path.read_text())):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if any(a.annotation is not None and "KernelContext" in ast.unparse(a.annotation) for a in arguments):
+            inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return inside & code_lines(path)
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def listing(pattern: str = "*", found: Coverage | None = None) -> str:
+    """The rules of aten whose name, with or without `aten.`, fits `pattern` (as file names do), alphabetically."""
+    found = coverage() if found is None else found
+    lines: list[str] = []
+    for line in printed().splitlines():
+        name = line.split(maxsplit=1)[0]
+        short = name.removeprefix("aten.")
+        if name == short or not any(fnmatch.fnmatch(n, pattern) for n in (name, short, short.strip("_"))):
+            continue
+        kinds: Mapping[str, int] = found.by_entry.get(name, {})
+        covers = ", ".join(f"{kinds[k]} {k}" for k in KINDS if kinds.get(k))
+        lines += [line, f"{'':48s} covers {covers or 'nothing in this version of torch'}"]
+    return "\n".join(lines) + "\n" if lines else ""

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from dtensor.propagation_rules.__main__ import main
-from dtensor.propagation_rules.proof.count import KINDS, coverage, covering, kind_of
-from dtensor.propagation_rules.proof.lines import code_lines, kernel_lines
-from dtensor.propagation_rules.proof.listing import listing
+from dtensor.propagation_rules.proof.count import KINDS, code_lines, coverage, covering, kernel_lines, kind_of, listing
 from dtensor.rules.registry import entries, override, pattern
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

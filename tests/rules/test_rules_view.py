@@ -16,8 +16,8 @@ import dtensor
 from dtensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor.debug import CommDebugMode
 from dtensor.propagation_rules.build.labelled import every_dim, labelled
-from dtensor.propagation_rules.build.refinement import common_factors
-from dtensor.propagation_rules.join import stack
+from dtensor.propagation_rules.rearrange import stack
+from dtensor.propagation_rules.view import common_factors
 from dtensor.rules.registry import override
 
 R = Replicate()
