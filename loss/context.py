@@ -21,17 +21,14 @@ It is a `TorchFunctionMode`: per thread, nestable, gone after an exception; back
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import _reduction as _Reduction
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import short
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
@@ -78,27 +75,22 @@ class _LossParallel(TorchFunctionMode):
         return _inner(func)(*args, **kwargs)
 
 
+_HOMES = (torch.Tensor, F, torch.functional, torch.nn.init)
+_TORCHS = {(home, name): f for home in _HOMES for name, f in vars(home).items() if type(f) is FunctionType}
+"""torch's functions that ask a mode, by where they lie; a program may put its own in their places."""
+
+
 def _inner(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, or what it stands for where a program has put a function of its own in the place of torch's.
+    """`func`, or torch's function where a program has put `func` in its place.
 
     Torch's function, called by the program's, asks the mode under its name, which is the program's now: called by that
     name again, the program's would run twice.
     """
-    if torch.compiler.is_compiling() or not getattr(func, "__code__", None):
+    if torch.compiler.is_compiling() or type(func) is not FunctionType:
         return func
-    asks = sys._getframe(2)
-    if asks.f_code is not handle_torch_function.__code__ or asks.f_back is None:
+    if func.__globals__["__name__"].startswith("torch."):
         return func
-    code = asks.f_back.f_code
-    if type(func) is FunctionType and (func.__code__ is code or func.__globals__["__name__"].startswith("torch.")):
-        return func
-    return _of_code(code) or func
-
-
-@functools.cache
-def _of_code(code: CodeType) -> Callable[..., Any] | None:
-    """The function that has this code, which somebody holds who calls it."""
-    return next((f for f in gc.get_referrers(code) if type(f) is FunctionType and f.__code__ is code), None)
+    return next((f for (home, name), f in _TORCHS.items() if vars(home).get(name) is func), func)
 
 
 _LINEAR: Callable[..., torch.Tensor] | None = getattr(F, "linear_cross_entropy", None)
