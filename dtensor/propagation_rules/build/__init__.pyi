@@ -1,0 +1,1 @@
+"""Types of `propagation_rules.build`."""
