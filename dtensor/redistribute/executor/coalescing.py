@@ -37,7 +37,7 @@ SMALL = 1 << 20
 MOST = 64
 """Collectives of one launch."""
 
-Move = tuple[torch.Tensor, Spec, Spec]
+Redistribution = tuple[torch.Tensor, Spec, Spec]
 """This rank's part, the layout it has, the layout it is to have."""
 
 _KINDS = frozenset({"all_gather", "all_reduce", "all_to_all", "reduce_scatter"})
@@ -48,7 +48,7 @@ def may_meet(specs: Sequence[Spec]) -> bool:
     return len(specs) > 1 and all(s.mesh.device_type not in ("cpu", "meta") for s in specs)
 
 
-def redistribute_together(moves: Sequence[Move]) -> list[torch.Tensor]:
+def redistribute_together(moves: Sequence[Redistribution]) -> list[torch.Tensor]:
     """What `redistribute_local` makes of each move, in order. The moves are independent; nothing is written to.
 
     Raises what it raises; a CollectiveError of a launch names its collectives and redistributions.
@@ -98,7 +98,7 @@ def _runs(
             yield groups[some[0]] if len(some) > 1 else None, some
 
 
-def _launched(comm: C10dCommunicator, moves: Sequence[Move]) -> list[torch.Tensor]:
+def _launched(comm: C10dCommunicator, moves: Sequence[Redistribution]) -> list[torch.Tensor]:
     """Moves of one collective each, of one group, by one launch: all are issued, it ends, all are finished."""
     locals_ = [waited(local) for local, _, _ in moves]
     plans = [plan_reshard(src, dst) for _, src, dst in moves]
