@@ -23,7 +23,7 @@ import math
 import re
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +33,8 @@ from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
 __all__ = [
-    "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "is_even", "may_be_empty", "normalize_placements",
+    "Distributed", "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "is_even", "may_be_empty",
+    "normalize_placements",
 ]  # fmt: skip
 
 SHORT_DTYPES = {
@@ -399,6 +400,13 @@ def _make_spec(
 
 
 _specs: weakref.WeakValueDictionary[tuple[object, ...], Spec] = weakref.WeakValueDictionary()
+
+
+class Distributed(Protocol):
+    """What a DTensor is made of, for functions that are its methods: this rank's part and the layout."""
+
+    _local_tensor: torch.Tensor
+    _spec: Spec
 
 
 class LateSpec(Spec):

@@ -19,9 +19,10 @@ import torch
 
 from dtensor.comm.communicator import traced
 from dtensor.comm.reduce_ops import power, root
-from dtensor.dispatch import composites as _composites  # noqa: F401 - registers its functions
+from dtensor.dispatch import constants as _constants  # noqa: F401 - catches what it lists
 from dtensor.dispatch import handlers as _specials  # noqa: F401 - registers its handlers
 from dtensor.dispatch import hit as _dispatch
+from dtensor.dispatch import late
 from dtensor.dispatch import miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
 from dtensor.dispatch import products as _products
 from dtensor.dispatch.materialized import GivenSpec, ViewOf, note_input, settled_spec, spec_to_compile
@@ -460,9 +461,8 @@ class _ViewOutput(DTensor):
         return base
 
 
-_dispatch.bind(DTensor, new)
-_compiled.bind(DTensor)
-_products.bind(DTensor, new)
+late.give(DTensor=DTensor, new=new)
+_products.see_whole(True)
 _memory.refuse_dlpack(DTensor)
 _get_item = torch.Tensor.__getitem__
 _set_item = torch.Tensor.__setitem__

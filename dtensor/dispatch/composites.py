@@ -23,13 +23,13 @@ import torch
 from torch.autograd import forward_ad
 
 from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.dispatch.call import flat, is_dtensor, replicated_on
-from dtensor.dispatch.plain import functions, makes_constants
 from dtensor.errors import MeshError, MixedTensorError, explain_error
 from dtensor.placement import Placement, Replicate, Shard
 
 __all__ = [
-    "CONSTANTS", "MAX", "MEAN", "SUM", "Rows", "bag_arguments", "bag_in_parts", "bags_of", "by_width_only",
+    "MAX", "MEAN", "SUM", "Rows", "bag_arguments", "bag_in_parts", "bags_of", "by_width_only", "catch",
     "instead_of", "picked_rows", "whole",
 ]  # fmt: skip
 
@@ -50,13 +50,13 @@ def instead_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             out = f(*args, **kwargs)
             return op() if out is NotImplemented else out
 
-        _catch(name, call)
+        catch(name, call)
         return f
 
     return register
 
 
-def _catch(name: str, call: Callable[..., Any]) -> None:
+def catch(name: str, call: Callable[..., Any]) -> None:
     """From now on `call(op, args, kwargs)` runs where `name` is called with a DTensor; `op()` is torch's own code."""
     space, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
@@ -68,47 +68,6 @@ def _catch(name: str, call: Callable[..., Any]) -> None:
 
     library = _libraries.setdefault(space, torch.library.Library(space, "IMPL"))
     library.impl(rest, kernel, "PythonTLSSnapshot", with_keyset=True)
-
-
-# ------------------------------------------------------------ constants that composites make
-_PLACES = "which places of the input each place of the output is made of, by their sizes and scales"
-CONSTANTS: dict[str, str] = {
-    "_upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_lanczos2d_aa.vec": _PLACES,
-    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d": _PLACES,
-    "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec": _PLACES,
-    "upsample_bicubic2d upsample_bicubic2d.vec upsample_bilinear2d upsample_bilinear2d.vec": _PLACES,
-    "upsample_linear1d upsample_linear1d.vec upsample_trilinear3d upsample_trilinear3d.vec": _PLACES,
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d": _PLACES,
-    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec": _PLACES,
-    "quantile quantile.scalar nanquantile nanquantile.scalar": "the fraction, spread over the rows",
-    "one_hot": "the numbers of the classes",
-    "matrix_power linalg_matrix_power": "the identity, for the power 0",
-    "istft": "a window of ones",
-    "multi_margin_loss multilabel_margin_loss_forward": "the numbers of the classes",
-    "functional.py:_unravel_index": "how many elements a step along each dim is",
-    "masked/_ops.py:_std_var": "how many elements are reduced, where there is no mask",
-    "nn/functional.py:multi_head_attention_forward": "a key and a value of zeros",
-}
-"""Ops and Python functions of torch whose code makes plain tensors that meet their arguments, and what those are.
-
-They follow from shapes and numbers alone, so they are the same on all ranks and count as replicated: eagerly, where
-nobody needs to compare them, and in traces, where nobody could. Nothing that draws random numbers may stand here.
-Some are taken apart in C++, some in Python where a compiler looks on.
-"""
-
-
-def _register_constants() -> None:
-    for name in " ".join(CONSTANTS).split():
-        file, python, function = name.partition(":")
-        if python:
-            functions.add((file, function))
-            continue
-        packet, _, overload = name.partition(".")
-        if hasattr(getattr(aten, packet, None), overload or "default"):
-            _catch(f"aten::{name}", makes_constants)
-
-
-_register_constants()
 
 
 @instead_of("aten::tensor_split.tensor_indices_or_sections")
@@ -249,7 +208,7 @@ class _Lookup(torch.autograd.Function):
         op, (indices,), rows = aten.embedding_dense_backward.default, ctx.saved_tensors, ctx.rows
         if torch.is_grad_enabled():  # autograd, which has the gradient's own gradient, takes plain numbers
             return op(grad, indices, int(rows), *ctx.options), None, None, None
-        found = hot._DTensor.__torch_dispatch__(op, (hot._DTensor,), (grad, indices, rows, *ctx.options))
+        found = late.DTensor.__torch_dispatch__(op, (late.DTensor,), (grad, indices, rows, *ctx.options))
         return found, None, None, None
 
 
@@ -275,7 +234,7 @@ def bag_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
         raise MeshError(f"embedding_bag: the tensors live on different meshes, {[str(t.device_mesh) for t in tensors]}")
     plain = {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and not is_dtensor(t)}
     for n, t in plain.items():
-        if n != "offsets" and t.numel() > 1 and not getattr(hot._flags, "implicit", False):
+        if n != "offsets" and t.numel() > 1 and not hot.replicates_implicitly():
             raise MixedTensorError(
                 explain_error(
                     "embedding_bag", ", ".join(f"{m}: {v._spec}" for m, v in named.items() if is_dtensor(v)),

@@ -24,9 +24,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch.call import flat, is_dtensor, make_call, map_args, output_metas, plain_wrapper, replicated_on
+from dtensor.dispatch import late
+from dtensor.dispatch.call import flat, is_dtensor, make_call, map_args, plain_wrapper, replicated_on
 from dtensor.dispatch.hit import Op, OpInfo
-from dtensor.dispatch.no_rule import replicated_rule
+from dtensor.dispatch.metadata import output_metas
+from dtensor.dispatch.no_rule import replicated_rule, strictness
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate
 from dtensor.rules.call import Call
@@ -98,7 +100,7 @@ class Trial(TorchDispatchMode):
     def tensor(self, spec: Spec, by: OpInfo | None) -> Any:
         """A DTensor without data in this layout: the next value of the trace."""
         made: Any = torch.Tensor._make_wrapper_subclass(
-            hot._DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=self.device
+            late.DTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=self.device
         )
         made._spec, made._at = spec, len(self.values)
         made._local_tensor = torch.empty(spec.local_shape, dtype=spec.dtype, device="meta")
@@ -120,8 +122,8 @@ class Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_args(self._constant, args, kwargs or {})
-        info = _info(func)
-        if info.special is not None or info.written or info.kind != "plain" or len(self.steps) >= MAX_STEPS:
+        info = hot.info_of(func)
+        if info.special is not None or info.written or info.kind != "ordinary" or len(self.steps) >= MAX_STEPS:
             raise GaveUp(info.name)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise GaveUp(f"{info.name} draws random numbers")
@@ -160,7 +162,7 @@ class Trial(TorchDispatchMode):
             raise GaveUp("a tensor without data")
         value = a.detach().clone()
         spec = Spec.make(self.mesh, (Replicate(),) * self.mesh.ndim, value.shape, value.stride(), value.dtype)
-        self.steps.append(_Step(_info(torch.ops.aten.alias.default), (value,), {}, True))
+        self.steps.append(_Step(hot.info_of(torch.ops.aten.alias.default), (value,), {}, True))
         return self.tensor(spec, None)
 
     def _factory(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +178,7 @@ def decomposed(
     info: OpInfo, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
     """What a plan runs for a call without a rule that torch can take apart at no more cost than gathering; or None."""
-    function = decomposition_of(info.func)
+    function = None if strictness() > 1 else decomposition_of(info.func)
     if function is None or info.written or info.is_view or all(s.is_replicated() for s in call.inputs):
         return None
     if info.value_names:  # arguments that are not in the cache key, and would be in the trace
@@ -256,10 +258,3 @@ def _replay(
         return made[0] if kind is None else list(made) if kind is list else tuple(made)
 
     return execute
-
-
-def _info(op: Op) -> OpInfo:
-    info = hot._ops.get(id(op))
-    if info is None:
-        info = hot._ops[id(op)] = OpInfo(op)
-    return info

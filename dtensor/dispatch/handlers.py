@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.dispatch.call import plain_wrapper
 from dtensor.dispatch.hit import special
 from dtensor.dispatch.in_place import laid_out_like, take_over
@@ -43,7 +44,7 @@ def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """`torch.equal`: the same answer on every rank of the mesh; only the mesh's own groups are used."""
     a, b = args
-    D = hot._DTensor
+    D = late.DTensor
     if not (isinstance(a, D) and isinstance(b, D)):
         raise MixedTensorError("equal: got mixed torch.Tensor and DTensor; compare x.full_tensor() instead")
     finish(args)
@@ -89,7 +90,7 @@ def _pin_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @special("aten._has_compatible_shallow_copy_type.default")
 def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Asked when `x.data = y` is set."""
-    return all(isinstance(t, hot._DTensor) for t in args)
+    return all(isinstance(t, late.DTensor) for t in args)
 
 
 @special("aten.is_same_size.default")
@@ -107,7 +108,7 @@ def _resize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """To no more elements: the first ones, in any layout. To more: on a replicated tensor, where every rank resizes."""
     x, size = args[0], args[1]
     shape = tuple(size.shape if isinstance(size, torch.Tensor) else size)
-    if not isinstance(x, hot._DTensor):
+    if not isinstance(x, late.DTensor):
         return x.resize_(shape, **kwargs)
     if shape == tuple(x.shape):
         return x
@@ -144,7 +145,7 @@ def _addbmm_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
          "aten.set_.source_Storage_storage_offset")  # fmt: skip
 def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.set_(y)` of another DTensor: its shape, layout and memory. There is no single storage to be set."""
-    if len(args) < 2 or not all(isinstance(t, hot._DTensor) for t in args):
+    if len(args) < 2 or not all(isinstance(t, late.DTensor) for t in args):
         raise MixedTensorError("set_: a DTensor can share memory with another DTensor only; make a new one instead")
     if args[0].dtype != args[1].dtype:
         raise RuntimeError(f"set_: the tensors have dtypes {args[0].dtype} and {args[1].dtype}")
@@ -174,9 +175,9 @@ def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         )  # fmt: skip
     call = (x, *(tuple(map(int, given[n])) for n in ("size", "stride")), *((ahead,) if ahead else ()))
-    info, key, local = hot._ops[id(func)], (x._spec, *call[1:]), [x._local_tensor, *call[1:]]
+    info, key, local = hot.info_of(func), (x._spec, *call[1:]), [x._local_tensor, *call[1:]]
     execute = info.plans.get(key)
-    return hot._miss(info, key, local, {}, call, {}) if execute is None else execute(local, {}, call)
+    return late.miss(info, key, local, {}, call, {}) if execute is None else execute(local, {}, call)
 
 
 def _astray(spec: Spec, ahead: bool, inside: bool) -> bool:

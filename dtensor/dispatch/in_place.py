@@ -1,11 +1,18 @@
-"""Calls that write: what must stay as it is, `out=` forms, views in place.
+"""Calls that write: in place, by `out=`, views in place. All that can be refused is refused before anything is written.
 
-All checks come before anything is moved or written.
+Where no strategy keeps the layout of what is written, the call is computed elsewhere and written back:
+
+    x: f32[8@dp]{P:tp}       x.relu_()       relu passes no pending sum, and x must stay pending
+    functional               y = relu(x)     the planner moves x as it likes; y: f32[8@dp]
+    back                     y into {P:tp}   the value on the first position of tp, zero elsewhere; into x's memory
+
+The functional form is found by schema (`relu_` -> `relu`). An op without one, or one that writes several arguments,
+runs on replicated copies of what it writes, which keep their layout; so do ops that draw random numbers, on empty ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -13,28 +20,21 @@ from typing import Any
 import torch
 
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import random
-from dtensor.dispatch.call import (
-    flat,
-    is_dtensor,
-    layouts,
-    make_call,
-    map_args,
-    output_metas,
-    plain_wrapper,
-    replicated_on,
-)
+from dtensor.dispatch.call import flat, is_dtensor, layouts, map_args, plain_wrapper
 from dtensor.dispatch.hit import Op, OpInfo
-from dtensor.dispatch.materialized import settled_spec
-from dtensor.dispatch.no_rule import notice, refuse_strict
+from dtensor.dispatch.metadata import output_metas
+from dtensor.dispatch.no_rule import on_each_rank, run_on_copies
+from dtensor.dispatch.plan import Execute
+from dtensor.dispatch.views import write_local
 from dtensor.errors import LayoutError, MixedTensorError, NoRuleError, explain_error
 from dtensor.placement import Shard, StridedShard
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.rules.call import Call
 from dtensor.spec import Spec, TensorMeta
 
 __all__ = [
-    "cannot_keep", "check_written", "functional_form", "kept", "laid_out_like",
-    "run_inplace_view", "run_out", "take_over",
+    "check_written", "functional_form", "kept", "laid_out_like", "rewritten", "run_inplace_view", "run_out",
+    "take_over", "with_kwargs",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -81,18 +81,38 @@ def check_written(info: OpInfo, call: Call, outs: Sequence[TensorMeta | None]) -
         raise RuntimeError(f"{info.name}: the result has shape {list(outs[0].shape)}, the target {list(target.shape)}")
 
 
-def cannot_keep(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutError:
-    """The error for an in-place op none of whose strategies leaves its target where it is."""
-    functional = info.name.split(".")[1].rstrip("_")
-    return LayoutError(
-        explain_error(
-            info.name, layouts(args, kwargs),
-            "an in-place op cannot change the layout of the tensor it writes, and none of its strategies keeps it",
-            f"x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first, or use {functional}",
-        )
-    )  # fmt: skip
+# ------------------------------------------------------------ no strategy keeps what is written
+def rewritten(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Execute:
+    """What a plan runs for a call none of whose strategies keeps what it writes."""
+    draws = info.entry is not None and info.entry.random
+    plain = info.written_at == (0,) and info.gives_target and not draws
+    form = functional_form(info.func) if plain else None
+    if form is None:
+        return with_kwargs(kwargs, lambda a, k: run_on_copies(info, a, k))
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        write_local(args[0], hot.dispatch(form, args, kwargs))
+        return args[0]
+
+    return with_kwargs(kwargs, run)
 
 
+def with_kwargs(kwargs: dict[str, Any], run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Execute:
+    """`run` on whole arguments: a plan is given the local parts of those that have names; their specs are known."""
+    specs = {n: map_args(lambda t: t._spec if is_dtensor(t) else None, (a,), {})[0][0] for n, a in kwargs.items()}
+
+    def wrapped(local: Any, spec: Any) -> Any:
+        if isinstance(spec, list):
+            return [wrapped(x, s) for x, s in zip(local, spec, strict=True)]
+        return local if spec is None else plain_wrapper(local, spec)
+
+    def execute(local: list[Any], named: dict[str, Any], args: tuple[Any, ...]) -> Any:
+        return run(args, {n: wrapped(a, specs[n]) for n, a in named.items()})
+
+    return execute
+
+
+# ------------------------------------------------------------ `out=`
 def run_out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`out=`: compute out of place, bring the results into the layouts of the targets, write them there.
 
@@ -107,7 +127,7 @@ def run_out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise MixedTensorError(f"{info.name}: out= must be a DTensor when an input is one, got a plain tensor")
     form = functional_form(info.func)
     if form is None:
-        many: Any = _on_each_rank(info, args, rest, given, targets[0])
+        many: Any = on_each_rank(info, args, rest, given, targets[0])
     else:
         known = output_metas(form, args, rest)
         if known is not None:
@@ -126,35 +146,6 @@ def run_out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return targets[0] if len(info.func._schema.returns) == 1 and len(outs) == 1 else tuple(targets)
 
 
-def _on_each_rank(
-    info: OpInfo, args: tuple[Any, ...], rest: dict[str, Any], given: dict[str, Any], like: Any
-) -> list[Any]:  # fmt: skip
-    """The results of an op that has no form without `out=`, such as a factory: every rank computes them whole."""
-    mesh = like._spec.mesh
-    spec = like._spec.replicated()
-    call = make_call(info.func, args, rest, ())
-    refuse_strict(info, call, 1)
-    notice(info, call)
-
-    def plain(a: Any) -> Any:
-        if not is_dtensor(a):
-            return a
-        own = settled_spec(a, info.name)
-        return hot.redistribute_local(a._local_tensor, own, own.with_placements(spec.placements))
-
-    def empty(t: Any) -> torch.Tensor:
-        return torch.empty(t.shape, dtype=t.dtype, device=like._local_tensor.device)
-
-    made = map_args(empty, (), given)[1]
-    args, rest = map_args(plain, args, rest)
-    run = lambda: info.func(*args, **rest, **made)  # noqa: E731
-    if torch.Tag.nondeterministic_seeded in info.func.tags:
-        random.run_seeded(run, spec, rest.get("generator"), like._local_tensor.device)
-    else:
-        run()
-    return [replicated_on(mesh, t) for t in flat((), made)]
-
-
 def laid_out_like(t: Any, spec: Spec) -> Any:
     """`t` in the placements of `spec`, where it has the dims that they cut, and in the dtype of `spec`."""
     if t.dtype is not spec.dtype:
@@ -163,7 +154,7 @@ def laid_out_like(t: Any, spec: Spec) -> Any:
         return t
     own = t._spec
     want = own.with_placements(spec.placements)
-    return plain_wrapper(hot.redistribute_local(t._local_tensor, own, want), want)
+    return plain_wrapper(redistribute_local(t._local_tensor, own, want), want)
 
 
 def _check_targets(
@@ -197,6 +188,7 @@ def take_over(target: Any, other: Any) -> None:
     target._local_tensor, target._spec = other._local_tensor, other._spec
 
 
+# ------------------------------------------------------------ views in place
 def run_inplace_view(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`squeeze_`, `t_` and the like: take over what the view gives, and set the wrapper's own metadata."""
     packet = info.func._schema.name.rpartition("::")[2].rstrip("_")

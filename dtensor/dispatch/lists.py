@@ -15,20 +15,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch.call import (
-    flat,
-    is_dtensor,
-    make_call,
-    map_named,
-    output_metas,
-    plain_wrapper,
-    some_elements,
-)  # fmt: skip
-from dtensor.dispatch.functional import Execute, run_on_copies, with_kwargs
+from dtensor.dispatch import late
+from dtensor.dispatch.call import flat, is_dtensor, make_call, map_named, plain_wrapper, some_elements
 from dtensor.dispatch.hit import OpInfo
-from dtensor.dispatch.in_place import functional_form
+from dtensor.dispatch.in_place import functional_form, with_kwargs
 from dtensor.dispatch.materialized import note_written, storage_of
-from dtensor.dispatch.no_rule import guarded, notice, refuse_strict, replicated_rule
+from dtensor.dispatch.metadata import output_metas
+from dtensor.dispatch.no_rule import guarded, notice, refuse_strict, replicated_rule, run_on_copies
+from dtensor.dispatch.plan import Execute
 from dtensor.dispatch.views import write_local
 from dtensor.errors import MeshError
 from dtensor.placement import Shard, StridedShard
@@ -42,7 +36,7 @@ from dtensor.rules.rule import Entry
 from dtensor.spec import Spec, TensorMeta
 from dtensor.strides import in_order
 
-__all__ = ["miss_lists"]
+__all__ = ["base_entry", "plan_lists"]
 
 
 Move = tuple[Any, int, Spec, Spec]
@@ -58,7 +52,7 @@ class ListPlan:
     __slots__ = ("execute",)
 
     def __init__(self, info: OpInfo, moves: Sequence[Move], outs: Sequence[Spec | None]) -> None:
-        run, new, D = info.run, hot._new, hot._DTensor
+        run, new, D = info.run, late.new, late.DTensor
         returns = bool(info.func._schema.returns) and not info.written
         groups = list(_grouped(moves))
         together = may_meet([group[0][2] for group in groups])
@@ -144,11 +138,8 @@ def base_entry(info: OpInfo) -> Entry | None:
     return None
 
 
-def miss_lists(
-    info: OpInfo, key: tuple[Any, ...], local: list[Any], named: dict[str, Any], args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
-    """First call of a list op with this key."""
+def plan_lists(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Execute:
+    """What runs a list op on such arguments: every element is decided, equal elements once."""
     metas = output_metas(info.func, args, kwargs)
     outs: tuple[TensorMeta | None, ...] = () if metas is None or info.written else metas[1]
     if info.written and info.written_at == (0,):  # what an element becomes is in its layout the result of the op
@@ -160,10 +151,7 @@ def miss_lists(
     positions = {a.name: i for i, a in enumerate(params[: len(args)])}
     shared = [a.name for a in params if a.name not in lists and isinstance(whole[a.name], Spec)]
     if not all(whole[name].is_replicated() for name in shared):
-        execute = with_whole(info, shared, kwargs)
-        result = execute(local, named, args)
-        hot.store(info, key, execute)
-        return result
+        return with_whole(info, shared, kwargs)
     entry = base_entry(info)
     moves: list[Move] = []
     results: list[Spec | None] = []
@@ -186,9 +174,7 @@ def miss_lists(
     execute = in_parts(info, kwargs, lost, count) if lost else ListPlan(info, moves, results).execute
     if info.written:
         execute = counted(execute)
-    result = execute(local, named, args)
-    hot.store(info, key, guarded(execute, info, gathered[0], 1) if gathered else execute)
-    return result
+    return guarded(execute, info, gathered[0], 1) if gathered else execute
 
 
 def with_whole(info: OpInfo, shared: Sequence[str], kwargs: dict[str, Any]) -> Execute:

@@ -23,7 +23,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -31,11 +31,13 @@ from typing import Any, NoReturn
 import torch
 
 from dtensor.comm.communicator import traced
+from dtensor.dispatch import late
+from dtensor.dispatch.call import plain_wrapper
 from dtensor.errors import LayoutError, explain_error
 from dtensor.spec import LateSpec, Spec
 
 __all__ = [
-    "GivenSpec", "MovedSpec", "ViewCall", "ViewOf", "Watch", "bind_replay", "memory_version",
+    "GivenSpec", "MovedSpec", "ViewCall", "ViewOf", "Watch", "memory_version",
     "note_input", "note_view", "note_writes", "note_written", "settled_spec", "spec_to_compile",
 ]  # fmt: skip
 
@@ -105,7 +107,7 @@ class MovedSpec(LateSpec):
         elif isinstance(origin._spec, MovedSpec):
             base, calls, given = origin._spec.base, origin._spec.calls, given or origin._spec.given
         else:  # a wrapper of its own, so that a new shape or new data of `origin` do not matter
-            base = _wrap(origin._local_tensor, origin._spec)
+            base = plain_wrapper(origin._local_tensor, origin._spec)
             if hasattr(origin, "_looked_at"):
                 base._looked_at = True
         made = cls._new(spec.mesh, spec.placements, tuple(spec.shape), spec.stride, spec.dtype)
@@ -130,7 +132,7 @@ class MovedSpec(LateSpec):
             self.refuse(call, "a graph that is given such a view does not see in it what is written to its base")
         if self.version[0] != now[0]:
             with _mode_of(self.local):
-                self.local, self.version = _replay(self), now
+                self.local, self.version = late.retake(self), now
         elif self.version != now:
             raise LayoutError(
                 explain_error(
@@ -274,20 +276,6 @@ def _mode_of(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode()
-
-
-def _unbound(*_: Any) -> Any:
-    raise RuntimeError("dtensor.dispatch.materialized is used before dtensor.dispatch.views was imported")
-
-
-_replay: Callable[[MovedSpec], torch.Tensor] = _unbound
-_wrap: Callable[[torch.Tensor, Spec], Any] = _unbound
-
-
-def bind_replay(replay: Callable[[MovedSpec], torch.Tensor], wrap: Callable[[torch.Tensor, Spec], Any]) -> None:
-    """Told by `dtensor.dispatch.views` how to take a view again, and how to make a DTensor."""
-    global _replay, _wrap
-    _replay, _wrap = replay, wrap
 
 
 def settled_spec(x: Any, call: str) -> Spec:

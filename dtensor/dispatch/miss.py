@@ -1,4 +1,11 @@
-"""What dispatch does at the first call of a kind: check, find the rule, decide, make the plan.
+"""What dispatch does with a call that has no cached plan, in order.
+
+    1  arguments that are not up to date (deferred results, views that had to move data): made so, and called again
+    2  the kinds of ops that go their own way: lists, `out=`, views in place (`OpInfo.kind`)
+    3  metadata of the outputs; where they depend on data the call runs on gathered inputs
+    4  the rule of the call; without one torch takes the op apart, or it runs on gathered inputs
+    5  the decision: which strategy on which mesh axis; where none keeps what is written, the call is rewritten
+    6  the plan, which runs; its results are held to what was promised, and it is cached
 
 All checks come before anything is moved or written, and read global facts only, so a refusal is the same on
 every rank.
@@ -10,128 +17,112 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch.call import common_mesh, is_dtensor, make_call, metas_by_running, output_metas, plain_wrapper
-from dtensor.dispatch.fallback import run_replicated
-from dtensor.dispatch.functional import rewritten
-from dtensor.dispatch.hit import OpInfo, Plan
-from dtensor.dispatch.in_place import check_written, kept, run_inplace_view, run_out
+from dtensor.dispatch import late
+from dtensor.dispatch.call import common_mesh, is_dtensor, make_call, plain_wrapper
+from dtensor.dispatch.decompositions import decomposed, is_composite
+from dtensor.dispatch.hit import OpInfo
+from dtensor.dispatch.in_place import check_written, kept, rewritten, run_inplace_view, run_out
+from dtensor.dispatch.lists import plan_lists
 from dtensor.dispatch.materialized import MovedSpec
-from dtensor.dispatch.no_rule import guarded, is_of_torch, no_rule, notice, refuse_strict, replicated_rule, strictness
-from dtensor.dispatch.plain import in_composite, with_plain
-from dtensor.dispatch.views import late, with_deferred, with_moved
+from dtensor.dispatch.metadata import metas_by_running, output_metas
+from dtensor.dispatch.no_rule import guarded, is_of_torch, rule_to_gather, run_gathered
+from dtensor.dispatch.plan import Execute, Plan
+from dtensor.dispatch.views import late_specs, with_deferred, with_moved
 from dtensor.errors import LayoutError
 from dtensor.placement import Shard, StridedShard
-from dtensor.redistribute.executor.coalescing import may_meet, redistribute_together
-from dtensor.rules.call import Call
 from dtensor.rules.choice import decide
 from dtensor.rules.decision import Decision
 from dtensor.rules.deferred import DeferredSpec
 from dtensor.rules.registry import rule_of
+from dtensor.rules.rule import Rule
 from dtensor.spec import Spec, may_be_empty
 
-__all__ = ["miss"]
+__all__ = ["actual_outputs", "miss"]
 
 
-# ------------------------------------------------------------ the miss
 def miss(
     info: OpInfo, key: tuple[Any, ...], local: list[Any], named: dict[str, Any], args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """First call with this key: checks, decision, plan; runs it and caches it."""
-    inplace_view = torch.Tag.inplace_view in info.func.tags
-    kinds = late(args, kwargs)
-    if DeferredSpec in kinds:
+    """Run a call for which nothing is cached under `key`, and cache what runs the next one."""
+    specs = late_specs(args, kwargs)
+    if DeferredSpec in specs:
         return with_deferred(info, args, kwargs)
-    if kinds and not inplace_view and info.kind != "out":
+    if specs and info.kind not in ("out", "inplace view"):
         return with_moved(info, args, kwargs)
-    if info.kind != "foreach":  # whose elements may each have a mesh of their own
-        common_mesh(info, args, kwargs)
+
+    if info.kind == "lists":  # whose elements may each have a mesh of their own
+        return _run(info, key, plan_lists(info, args, kwargs), local, named, args)
+    common_mesh(info.name, args, kwargs)
     if info.kind == "out":
         return run_out(info, args, kwargs)
-    if inplace_view:
+    if info.kind == "inplace view":
         return run_inplace_view(info, args, kwargs)
-    if info.kind == "foreach":
-        from dtensor.dispatch.lists import miss_lists
 
-        return miss_lists(info, key, local, named, args, kwargs)
     metas = output_metas(info.func, args, kwargs)
     if metas is None and info.entry is not None and is_of_torch(info.name):
         metas = metas_by_running(info.func, args, kwargs)
     if metas is None:
-        return run_replicated(info, args, kwargs)
-    structure, outs = metas
-    call = make_call(info.func, args, kwargs, outs)
+        return run_gathered(info, args, kwargs)
+    structure, outputs = metas
+
+    call = make_call(info.func, args, kwargs, outputs)
     rule = rule_of(info.entry, call)
     found = rule is not None
     if rule is None:
-        from dtensor.dispatch.decompositions import decomposed, is_composite
-
         if is_composite(info.func):
-            return in_composite(info.func, args, kwargs)
-        if not is_of_torch(info.name):
-            raise no_rule(info, call, "the operator has no sharding rule")
-        execute = None if strictness() > 1 else decomposed(info, call, args, kwargs)
+            return info.func.decompose(*args, **kwargs)
+        execute = decomposed(info, call, args, kwargs) if is_of_torch(info.name) else None
         if execute is not None:
-            result = execute(local, named, args)
-            hot.store(info, key, guarded(execute, info, call, 2))
-            return result
-        refuse_strict(info, call, 1)
-        notice(info, call)
-        rule = replicated_rule(call)
+            return _run(info, key, guarded(execute, info, call, 2), local, named, args)
+        rule = rule_to_gather(info, call)
+
     keep = kept(info, call)
     if keep:
-        check_written(info, call, outs)
-    decision = decide(info.name, rule, call.inputs, outs, call.inputs[0].mesh, keep)
+        check_written(info, call, outputs)
+    decision = decide(info.name, rule, call.inputs, outputs, call.inputs[0].mesh, keep)
     if decision is None:
-        execute = rewritten(info, args, kwargs)
-        result = execute(local, named, args)
-        hot.store(info, key, execute)
-        return result
+        return _run(info, key, rewritten(info, args, kwargs), local, named, args)
+
     names = [a.name for a in info.func._schema.arguments][: len(args)]
-    kind = GroupedPlan if meets(call, decision) else Plan
-    plan = kind(info, call, decision, structure, names)
+    plan = Plan(info, call, decision, structure, names)
     result = plan.execute(local, named, args)
     if not info.written:
-        own = plan.kernel is None and plan.run is info.run and (rule.bind is None or not may_be_empty(decision.inputs))
-        actual = actual_outputs(decision, result) if own else decision
-        if actual is not decision:
-            plan = kind(info, call, actual, structure, names)
-            result = _rewrapped(result, actual)
-        check_locals(actual, result, info)
+        plan, result = _as_promised(info, plan, result, rule, structure, names)
     hot.store(info, key, plan.execute if found else guarded(plan.execute, info, call, 1))
     return result
 
 
-class GroupedPlan(Plan):
-    """A plan whose inputs move at once: on an accelerator their collectives may be one launch."""
-
-    __slots__ = ()
-
-    def move(self, local: list[Any], named: dict[str, Any]) -> None:
-        """As a plan's, all at once."""
-        boxes: list[tuple[Any, Any]] = []
-        for i, _, _ in self.moves:
-            at, sub = self.places[i]
-            box: Any = local if isinstance(at, int) else named
-            boxes.append((box, at) if sub is None else (box[at], sub))
-        jobs = [(box[at], src, dst) for (box, at), (_, src, dst) in zip(boxes, self.moves, strict=True)]
-        for (box, at), moved in zip(boxes, redistribute_together(jobs), strict=True):
-            box[at] = moved
+def _run(
+    info: OpInfo, key: tuple[Any, ...], execute: Execute, local: list[Any], named: dict[str, Any], args: tuple[Any, ...]
+) -> Any:
+    """Run what is cached then."""
+    result = execute(local, named, args)
+    hot.store(info, key, execute)
+    return result
 
 
-def meets(call: Call, decision: Decision) -> bool:
-    """True where several inputs move whose collectives may be one launch."""
-    return may_meet([s for s, d in zip(call.inputs, decision.inputs, strict=True) if s is not d])
+# ------------------------------------------------------------ results and what was promised
+def _as_promised(
+    info: OpInfo, plan: Plan, result: Any, rule: Rule, structure: str, names: Sequence[str]
+) -> tuple[Plan, Any]:
+    """The plan and its result, with the metadata that the local op really gave; LayoutError for a faulty rule."""
+    decision = plan.decision
+    own = plan.kernel is None and plan.run is info.run and (rule.bind is None or not may_be_empty(decision.inputs))
+    actual = actual_outputs(decision, result) if own else decision
+    if actual is not decision:
+        plan = Plan(info, plan.call, actual, structure, names)
+        result = _rewrapped(result, actual)
+    _check_locals(actual, result, info)
+    return plan, result
 
 
 def actual_outputs(decision: Decision, result: Any) -> Decision:
     """The decision with the metadata that the local op really gave, where torch's shape function says otherwise.
 
     Kernels of one device may give statistics of another dtype, or empty ones. Dtypes, and the shapes of results
-    that nothing cuts, are the same on all ranks, so this is a global fact.
+    that nothing shards, are the same on all ranks, so this is a global fact.
     """
     many = result if isinstance(result, (list, tuple)) else [result]
     outs = list(decision.outputs)
@@ -162,7 +153,7 @@ def _rewrapped(result: Any, decision: Decision) -> Any:
     return again(result, decision.outputs[0])
 
 
-def check_locals(decision: Decision, result: Any, info: OpInfo) -> None:
+def _check_locals(decision: Decision, result: Any, info: OpInfo) -> None:
     """The local results have the shapes and dtypes that the decision promises: an error of ours otherwise."""
     many = result if isinstance(result, (list, tuple)) else [result]
     for t, spec in zip(many, decision.outputs, strict=False):  # fewer where the op gives nothing
@@ -178,4 +169,4 @@ def check_locals(decision: Decision, result: Any, info: OpInfo) -> None:
             )
 
 
-hot.bind_miss(miss, with_plain)
+late.give(miss=miss)

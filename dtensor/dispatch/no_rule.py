@@ -17,20 +17,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch import random as rng
+from dtensor.dispatch.call import (
+    flat,
+    is_dtensor,
+    layouts,
+    make_call,
+    map_args,
+    map_named,
+    plain_wrapper,
+    put_back,
+    replicated_on,
+)
 from dtensor.dispatch.hit import OpInfo
-from dtensor.errors import WITHOUT_SWAP, NoRuleError, explain_error
+from dtensor.dispatch.materialized import note_written, settled_spec
+from dtensor.dispatch.views import whole, write_local
+from dtensor.errors import WITHOUT_SWAP, LayoutError, NoRuleError, explain_error, refuse_layout
 from dtensor.folders import users_line
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.redistribute.plan import plan_reshard
 from dtensor.rules.call import Call
+from dtensor.rules.faults import depends_on_data
 from dtensor.rules.rule import Rule
 
 __all__ = [
-    "guarded", "is_of_torch", "no_rule", "notice", "refuse_strict", "replicated_rule", "strict_rules",
-    "strictness", "unshaped",
+    "guarded", "is_of_torch", "no_rule", "notice", "on_each_rank", "refuse_strict", "replicated_rule",
+    "rule_to_gather", "run_gathered", "run_on_copies", "strict_rules", "strictness", "unshaped",
 ]  # fmt: skip
 
 ENVIRONMENT = "DTENSOR_STRICT_RULES"
@@ -83,6 +102,15 @@ def replicated_rule(call: Call) -> Rule:
         tuple(() if m is None else ((),) * len(m.shape) for m in call.outputs),
         (),
     )
+
+
+def rule_to_gather(info: OpInfo, call: Call) -> Rule:
+    """The rule of a call that runs on gathered inputs for want of one: said once, or refused."""
+    if not is_of_torch(info.name):
+        raise no_rule(info, call, NO_RULE)
+    refuse_strict(info, call, 1)
+    notice(info, call)
+    return replicated_rule(call)
 
 
 NO_RULE = "the operator has no sharding rule"
@@ -166,4 +194,115 @@ def notice(info: OpInfo, call: Call, why: str = "") -> None:
         info.name, f"({why})" if why else "has no sharding rule", " + ".join(kinds) or "nothing sent", received,
         ", ".join(map(str, call.inputs)), users_line(),
         how_to_register(info, call, why),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------ gathered
+def _gathered(a: Any, call: str) -> Any:
+    """The whole of a DTensor, as a plain tensor; anything else as it is."""
+    if not is_dtensor(a):
+        return a
+    spec = settled_spec(a, call)
+    return redistribute_local(a._local_tensor, spec, spec.replicated())
+
+
+def run_gathered(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op whose output cannot be known before: every rank gathers the inputs and computes the same."""
+    first = next(a for a in flat(args, kwargs) if is_dtensor(a))
+    mesh = first._spec.mesh
+    call, why = make_call(info.func, args, kwargs, ()), unshaped(info)
+    if not is_of_torch(info.name):
+        raise no_rule(info, call, why)
+    if not depends_on_data(info.func):
+        refuse_strict(info, call, 1, why)
+        notice(info, call, why)
+    if info.written and not all(s.is_replicated() for s in call.inputs):
+        return run_on_copies(info, args, kwargs, everything=True)
+
+    largs, lkwargs = map_args(lambda a: _gathered(a, info.name), args, kwargs)
+    got = info.run(*largs, **lkwargs)
+
+    def wrap(t: Any) -> Any:
+        if isinstance(t, (list, tuple)):
+            return type(t)(map(wrap, t))
+        if not isinstance(t, torch.Tensor):
+            return t
+        if t.is_nested or t.layout not in (torch.strided, torch.sparse_coo):
+            refuse_layout(f"{info.name}, the result", t)
+        return replicated_on(mesh, t)
+
+    note_written(args, info.written_at)
+    if info.gives_target:
+        return args[0]
+    return wrap(got)
+
+
+def on_each_rank(
+    info: OpInfo, args: tuple[Any, ...], rest: dict[str, Any], given: dict[str, Any], like: Any
+) -> list[Any]:  # fmt: skip
+    """The results of an op that has no form without `out=`, such as a factory: every rank computes them whole."""
+    mesh = like._spec.mesh
+    spec = like._spec.replicated()
+    call = make_call(info.func, args, rest, ())
+    refuse_strict(info, call, 1)
+    notice(info, call)
+
+    def empty(t: Any) -> torch.Tensor:
+        return torch.empty(t.shape, dtype=t.dtype, device=like._local_tensor.device)
+
+    made = map_args(empty, (), given)[1]
+    args, rest = map_args(lambda a: _gathered(a, info.name), args, rest)
+    run = lambda: info.func(*args, **rest, **made)  # noqa: E731
+    if torch.Tag.nondeterministic_seeded in info.func.tags:
+        rng.run_seeded(run, spec, rest.get("generator"), like._local_tensor.device)
+    else:
+        run()
+    return [replicated_on(mesh, t) for t in flat((), made)]
+
+
+DRAWS = frozenset("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split())
+"""Ops that draw numbers and do not read what they write."""
+
+
+def run_on_copies(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], everything: bool = False) -> Any:
+    """Run an op on replicated copies of the tensors it writes (of all its tensors, if asked), and write back."""
+    written: list[tuple[Any, Any]] = []
+
+    def copied(t: Any) -> Any:
+        if not is_dtensor(t):
+            return t
+        spec = t._spec.replicated()
+        if info.name.split(".")[1] in DRAWS:
+            local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=t._local_tensor.device)
+        else:
+            local = whole(t)
+        made = plain_wrapper(local, spec)
+        written.append((t, made))
+        return made
+
+    def replicated(t: Any) -> Any:
+        return plain_wrapper(whole(t), t._spec.replicated()) if everything and is_dtensor(t) else t
+
+    def convert(name: str, a: Any) -> Any:
+        f = copied if name in info.written else replicated
+        return [f(x) for x in a] if isinstance(a, (list, tuple)) else f(a)
+
+    new_args, new_kwargs = map_named(convert, info.func, args, kwargs)
+    if all(t._spec is made._spec for t, made in written) and not everything:
+        raise _cannot_keep(info, args, kwargs)
+    result = hot.dispatch(info.func, new_args, new_kwargs)
+    for t, made in written:
+        write_local(t, made)
+    return put_back(result, written)
+
+
+def _cannot_keep(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutError:
+    """The error for an in-place op none of whose strategies leaves its target where it is."""
+    functional = info.name.split(".")[1].rstrip("_")
+    return LayoutError(
+        explain_error(
+            info.name, layouts(args, kwargs),
+            "an in-place op cannot change the layout of the tensor it writes, and none of its strategies keeps it",
+            f"x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first, or use {functional}",
+        )
     )  # fmt: skip

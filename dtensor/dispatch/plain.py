@@ -1,16 +1,15 @@
 """Plain tensors among DTensors: which count as replicated, which are refused.
 
-    0-d, or of one element                        replicated: a number in all but type
-    inside `implicit_replication()`               replicated
-    made by a composite that is on the list       replicated (`dtensor.dispatch.composites.CONSTANTS`)
-    made by other code of torch, or its formulas  replicated, when all ranks hold the same bytes
-    anything else                                 MixedTensorError
+    0-d, or of one element                         replicated: a number in all but type
+    inside `implicit_replication()`                replicated
+    made by a composite of torch that is listed    replicated (`dtensor.dispatch.constants`)
+    met by a formula of autograd                   replicated, when all ranks hold the same bytes
+    anything else                                  MixedTensorError
 
-What a formula of autograd reads was let pass in the forward, so it counts as torch's whoever holds it.
-For the fourth kind, `dtensor.dispatch.plain_origin` says what is torch's. It is not enough that torch made it: a
-composite may have drawn random numbers, or computed from this rank's part. So the ranks compare what they hold, by one
-reduction of a digest per mesh axis, every time: a tensor that is the same everywhere means the same whoever made
-it, and one that is not is refused on all ranks.
+What a formula of autograd meets is a constant that it makes itself, or a tensor that the forward was given under
+`implicit_replication()`. A backward that is a Python function is the user's: its plain tensors are refused, unless
+they are zeros on all ranks, which autograd gives for an unused output. Where the ranks have to compare, they do so by
+one reduction of a digest per mesh axis and decide alike.
 """
 
 from __future__ import annotations
@@ -19,39 +18,48 @@ import hashlib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from dtensor.comm.communicator import traced
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch.call import common_mesh, flat, is_dtensor, layouts, map_args, plain_wrapper, replicated_on
+from dtensor.dispatch import late
+from dtensor.dispatch.call import (
+    common_mesh,
+    flat,
+    is_dtensor,
+    layouts,
+    map_args,
+    plain_wrapper,
+    replicated_on,
+    some_elements,
+)
 from dtensor.dispatch.decompositions import is_composite
 from dtensor.dispatch.hit import OpInfo
-from dtensor.dispatch.mixed import number_written, run_kinds
-from dtensor.dispatch.plain_origin import Place, called_by_autograd, made_by_torch, runs_in, value_at
+from dtensor.dispatch.materialized import settled_spec
 from dtensor.errors import MixedTensorError, explain_error
 from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.per_thread import PerThread
+from dtensor.redistribute.executor.run import redistribute_local
 
-__all__ = ["functions", "in_composite", "makes_constants", "with_plain"]
+__all__ = ["COMPARED", "CONSTANT", "NOTHING", "granted", "only_numbers", "with_plain"]
 
-_WITH_ZEROS = frozenset(
-    f"aten.{op}" if "." in op else f"aten.{op}.default"
-    for op in (
-        "cat stack index_put _index_put_impl_ select_scatter slice_scatter diagonal_scatter as_strided_scatter "
-        "where.self put index_fill.int_Tensor"
-    ).split()
-)
+NOTHING, COMPARED, CONSTANT = range(3)
+granted = PerThread(NOTHING)
+"""What the composite of torch that is running may do with plain tensors: they are refused, are compared over the ranks,
+or are constants.
+"""
+
+_ZEROS_OF_PARTS = ("aten.cat.default", "aten.stack.default")
+"""By these a formula of autograd joins the gradients of parts; the part that was not used has zeros."""
 _torch_implicit = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
 """Set by torch's composites around plain tensors that they make themselves."""
-
-functions: set[tuple[str, str]] = set()
-"""Python functions of torch that are composites on the list, filled in by `dtensor.dispatch.composites`: file and
-name.
-"""
 
 log = logging.getLogger("dtensor")
 _noticed: set[str] = set()
@@ -59,22 +67,20 @@ _noticed: set[str] = set()
 
 def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with plain tensors among DTensors, run with those that may count as replicated."""
-    apart = run_kinds(info, args, kwargs) if info.kind == "foreach" else number_written(info, args, kwargs)
+    apart = _by_kinds(info, args, kwargs) if info.kind == "lists" else _number_written(info, args, kwargs)
     if apart is not None:
         return apart[0]
-    mesh = common_mesh(info, args, kwargs)
-    if info.entry is None and is_composite(info.func):  # in inference mode they come whole; else torch takes them apart
-        plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
-        torchs = _are_constants() or all(made_by_torch(args, kwargs, p) for p in plain)
-        return in_composite(info.func, args, kwargs, torchs)
+    mesh = common_mesh(info.name, args, kwargs)
+    if info.entry is None and is_composite(info.func):  # comes here in inference mode; else torch takes it apart
+        return info.func.decompose(*args, **kwargs)
     _refuse_written(info, args, kwargs)
-    if not (getattr(hot._flags, "implicit", False) or _torch_implicit() or _are_constants()):
+    if not (hot.replicates_implicitly() or _torch_implicit() or granted.value == CONSTANT):
         _check(info, args, kwargs, mesh)
 
     def convert(a: Any) -> Any:
-        if isinstance(a, torch.Tensor) and not is_dtensor(a):
+        if _is_plain(a):
             return replicated_on(mesh, a)
-        if type(a) is not hot._DTensor and is_dtensor(a):
+        if type(a) is not late.DTensor and is_dtensor(a):
             return plain_wrapper(a._local_tensor, a._spec)
         return a
 
@@ -83,88 +89,68 @@ def with_plain(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args[0] if info.gives_target else result
 
 
-def in_composite(op: hot.Op, args: tuple[Any, ...], kwargs: dict[str, Any], torchs: bool = True) -> Any:
-    """Take `op` apart, in C++; `torchs`: any plain tensor inside is torch's, as its arguments have been looked at."""
-    before = getattr(hot._flags, "composite", False)
-    hot._flags.composite = before or torchs
-    try:
-        return op.decompose(*args, **kwargs)
-    finally:
-        hot._flags.composite = before
-
-
-def makes_constants(run: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`run()`, a composite of torch called with these arguments, whose own plain tensors are constants.
-
-    They count as replicated, with no question whose they are. Where an argument is a plain tensor, which is the user's,
-    nothing is granted: it is refused where it meets a DTensor, or counts as one of torch's, as everywhere.
-    """
-    before = getattr(hot._flags, "constants", False)
-    hot._flags.constants = before or _only_numbers(args, kwargs)
-    try:
-        return run()
-    finally:
-        hot._flags.constants = before
-
-
-def _only_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def only_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether what is plain among arguments are numbers in all but type."""
-    plain = (value_at(args, kwargs, p) for p in _places(args, kwargs))
-    return all(t.numel() <= 1 and not _like_a_part(t, args, kwargs) for t in plain if t.ndim)
-
-
-def _are_constants() -> bool:
-    """Whether plain tensors are constants here: in a composite on the list, or in one of the `functions`."""
-    if getattr(hot._flags, "constants", False):
-        return True
-    frame = runs_in(functions)
-    if frame is None:
-        return False
-    code = frame.f_code
-    given = [frame.f_locals.get(n) for n in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-    return _only_numbers(given, {})
+    return all(t.numel() <= 1 and not _like_a_part(t, args, kwargs) for _, t in _plain(args, kwargs))
 
 
 def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """MixedTensorError, on all ranks, unless every plain tensor may count as replicated."""
-    plain = [p for p in _places(args, kwargs) if value_at(args, kwargs, p).ndim]
-    if not plain:
+    plain = _plain(args, kwargs)
+    tensors = [t for _, t in plain]
+    parts = [_like_a_part(t, args, kwargs) for t in tensors]
+    numbers = [t.numel() <= 1 for t in tensors]
+    if all(number and not part for number, part in zip(numbers, parts, strict=True)):
         return
-    small = [value_at(args, kwargs, p).numel() <= 1 for p in plain]
-    in_backward = torch._C._current_graph_task_id() >= 0
-    formula = in_backward and called_by_autograd()
-    parts = [_like_a_part(value_at(args, kwargs, p), args, kwargs) for p in plain]
-    if any(traced(value_at(args, kwargs, p)) for p in plain):
-        for p, few, part in zip(plain, small, parts, strict=True):
-            if not (few and not part) and not (formula and _same_on_all(value_at(args, kwargs, p))):
-                raise _mixed(info, args, kwargs, p)
-        return
-    given = getattr(hot._flags, "composite", False) or formula
-    made = [few or given or made_by_torch(args, kwargs, p) for few, p in zip(small, plain, strict=True)]
-    if all(small) and not any(parts):
-        return
-    if in_backward and all(made) and info.name in _WITH_ZEROS:
-        return
-    if in_backward and all(value_at(args, kwargs, p).is_meta for p in plain):
-        return  # torch asks for the shape of a sum with zeros
-    good = made
-    if in_backward:  # zeros may come from torch by way of a user's own function: the values decide, on all ranks
-        good = [mine or not value_at(args, kwargs, p).any() for mine, p in zip(made, plain, strict=True)]
-    else:
-        for place, mine, part in zip(plain, made, parts, strict=True):
-            if not mine and not part:
+    formula = _in_formula()
+    if any(map(traced, tensors)):
+        for (place, t), number, part in zip(plain, numbers, parts, strict=True):
+            if not (number and not part) and not late.is_constant(t, formula):
                 raise _mixed(info, args, kwargs, place)
-    if not _agreed([value_at(args, kwargs, p) for p in plain], all(good), mesh):
-        at = plain[made.index(False)] if False in made else plain[0]
-        raise _mixed(info, args, kwargs, at, by_torch=all(made) and not any(parts))
+        return
+    if formula and (info.name in _ZEROS_OF_PARTS or all(t.is_meta for t in tensors)):
+        return  # on meta torch asks for the shape of a sum with zeros
+    good = [number or formula or granted.value == COMPARED for number in numbers]
+    if torch._C._current_graph_task_id() >= 0 or forward_ad._current_level >= 0:
+        good = [known or not t.any() for known, t in zip(good, tensors, strict=True)]
+    else:
+        for (place, _), known, part in zip(plain, good, parts, strict=True):
+            if not known and not part:
+                raise _mixed(info, args, kwargs, place)
+    if not _agreed(tensors, all(good), mesh):
+        at = good.index(False) if False in good else 0
+        raise _mixed(info, args, kwargs, plain[at][0], differ=all(good) and not any(parts))
     if info.name not in _noticed:
         _noticed.add(info.name)
-        log.info("%s: tensors that torch made itself count as replicated, after a check over the ranks", info.name)
+        log.info("%s: plain tensors of torch's own code count as replicated, after a check over the ranks", info.name)
 
 
-def _same_on_all(t: torch.Tensor) -> bool:
-    """Whether a tensor of a trace that a formula of autograd uses is the same on all ranks, as what it kept is."""
-    return True
+def _in_formula() -> bool:
+    """Whether autograd runs the backward of an op of torch's, not of a function in Python."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+Place = tuple[int | str, int | None]
+"""Where an argument is: position or name, and position in a list."""
+
+
+def _plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Place, torch.Tensor]]:
+    """The plain tensors of a call that have dims, and where they are."""
+    return [(place, t) for place, t in _places(args, kwargs) if _is_plain(t) and t.ndim]
+
+
+def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    boxes: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for where, box in boxes:
+        if isinstance(box, (list, tuple)):
+            yield from (((where, i), x) for i, x in enumerate(box))
+        else:
+            yield (where, None), box
+
+
+def _is_plain(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and not is_dtensor(x)
 
 
 def _like_a_part(t: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -180,22 +166,6 @@ def _like_a_part(t: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
         if t.shape in parts and min(map(prod, parts)) <= 1:
             return True
     return False
-
-
-def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Place]:
-    """Where the plain tensors of a call are."""
-    found: list[Place] = []
-    for where in (*range(len(args)), *kwargs):
-        box = args[where] if isinstance(where, int) else kwargs[where]
-        if isinstance(box, (list, tuple)):
-            found += [(where, i) for i in range(len(box)) if _is_plain(box[i])]
-        elif _is_plain(box):
-            found.append((where, None))
-    return found
-
-
-def _is_plain(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and not is_dtensor(x)
 
 
 def _agreed(tensors: Sequence[torch.Tensor], good: bool, mesh: DeviceMesh) -> bool:
@@ -216,6 +186,53 @@ def _agreed(tensors: Sequence[torch.Tensor], good: bool, mesh: DeviceMesh) -> bo
     return bool(torch.equal(high, low)) and not bool(bad)
 
 
+# ------------------------------------------------------------ both kinds that do not meet
+def _by_kinds(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A list op whose elements are of one kind each: (its result,). None where some element mixes kinds."""
+    schema = info.func._schema
+    named = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    lists = [named[a.name] for a in schema.arguments if str(a.type) == "List[Tensor]" and a.name in named]
+    count = len(lists[0]) if lists else 0
+    if any(len(x) != count for x in lists):
+        return None
+    plain = [i for i in range(count) if not any(is_dtensor(x[i]) for x in lists)]
+    ours = [i for i in range(count) if i not in plain and all(is_dtensor(x[i]) or x[i].ndim == 0 for x in lists)]
+    if len(plain) + len(ours) != count or not plain:
+        return None
+    if any(isinstance(a, torch.Tensor) and a.ndim for a in named.values()):
+        return None
+    results: dict[int, Any] = {}
+    if ours:  # first: what these are refused for comes before anything is written
+        some, named = some_elements(info.func, ours, count, args, kwargs)
+        results.update(zip(ours, hot.dispatch(info.func, some, named) or ()))
+    some, named = map_args(_value, *some_elements(info.func, plain, count, args, kwargs))
+    results.update(zip(plain, info.func(*some, **named) or ()))
+    if info.written:
+        increment_version([args[0][i] for i in plain])  # as the plain op does, above what comes here
+        return (args[0] if schema.returns else None,)
+    return ([results[i] for i in range(count)],)
+
+
+def _number_written(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A write into a plain tensor with nothing but numbers as DTensors: (its result,); None for any other call."""
+    if not info.written or info.kind != "ordinary" or not args or is_dtensor(args[0]) or info.written_at != (0,):
+        return None
+    if any(t.ndim for t in flat(args, kwargs) if is_dtensor(t)):
+        return None
+    local, named = map_args(_value, args, kwargs)
+    return (info.func(*local, **named),)
+
+
+def _value(a: Any) -> Any:
+    """The local tensor of a DTensor, replicated."""
+    if not is_dtensor(a):
+        return a
+    spec = settled_spec(a, "a number")
+    with torch.no_grad():
+        return redistribute_local(a._local_tensor, spec, spec.replicated())
+
+
+# ------------------------------------------------------------ the error
 def _refuse_written(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for name, a in [*zip((x.name for x in info.func._schema.arguments), args, strict=False), *kwargs.items()]:
         if name in info.written and _is_plain(a):
@@ -247,13 +264,13 @@ def _owner(t: torch.Tensor) -> str:
 
 
 def _mixed(
-    info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, by_torch: bool = False
+    info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, differ: bool = False
 ) -> MixedTensorError:
-    """The error for the plain tensor at `place`; `by_torch`: one of torch's own that the ranks do not agree about."""
+    """The error for the plain tensor at `place`; `differ`: it would pass, but the ranks' values differ."""
     where, sub = place
     name = info.func._schema.arguments[where].name if isinstance(where, int) else where
     at = f"argument {name!r}" if sub is None else f"item {sub} of argument {name!r}"
-    if by_torch:
+    if differ:
         rule = (
             f"got mixed torch.Tensor and DTensor: {at} is a plain tensor that torch made inside the call, and the "
             "ranks do not hold the same values"
@@ -264,7 +281,8 @@ def _mixed(
         )
     else:
         rule = f"got mixed torch.Tensor and DTensor; every tensor of one operation must be a DTensor, {at} is plain"
-        owner = _owner(value_at(args, kwargs, place))
+        box = args[where] if isinstance(where, int) else kwargs[where]
+        owner = _owner(box if sub is None else box[sub])
         if owner:
             rule = f"{rule}: {owner}"
         fix = (
@@ -276,8 +294,11 @@ def _mixed(
         if info.name.startswith(_LOSSES) and is_dtensor(logits):
             c = 1 if logits.ndim > 1 else 0
             if any(getattr(p, "dim", None) == c for p in logits._spec.placements):
-                fix = f"with dtensor.loss.loss_parallel(): around the loss, whose logits are cut by class; or {fix}"
+                fix = f"with dtensor.loss.loss_parallel(): around the loss, whose logits are sharded by class; or {fix}"
     return MixedTensorError(explain_error(info.name, layouts(args, kwargs), rule, fix))
 
 
 _LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss")
+
+
+late.give(with_plain=with_plain)

@@ -8,7 +8,7 @@ of the chain moves anything, so that all of it together is the same composite on
     here            linear(local x, local w), one wrapper; backward: two local products, two wrappers
 
 What is decided stays what the rules decide. At the first call with such specs the chain is *tried* on specs alone
-(`dtensor.dispatch.chains`), and only where every op in it keeps its inputs where they are and runs as it is, on all
+and only where every op in it keeps its inputs where they are and runs as it is, on all
 ranks, does the product run whole: its result has the layout that the chain gives. All else is torch's chain as ever,
 op by
 op: layouts that move, kernels, autocast, transforms of functions, tensors without values, tensors of other classes.
@@ -22,26 +22,30 @@ plain tensors do not meet them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
+from dtensor.comm.world import kept
+from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.dispatch.call import plain_wrapper
-from dtensor.dispatch.chains import HERE, UNSEEN, Results, composite, is_contiguous, is_usual, plans, try_chain
-from dtensor.dispatch.decompositions import GaveUp
-from dtensor.spec import Spec
+from dtensor.dispatch.decompositions import GaveUp, Trial
+from dtensor.rules.call import Call, op_name
+from dtensor.rules.decision import Decision
+from dtensor.spec import Spec, contiguous_stride, may_be_empty
 
-__all__ = ["bind", "see_whole"]
+__all__ = ["see_whole"]
 
 aten = torch.ops.aten
 Needs = tuple[bool, ...]
 """Of which inputs a gradient is asked for."""
 
-_DTensor: Any = None
-_new: Callable[..., Any]
 _library: torch.library.Library | None = None
 _grad_enabled = torch.is_grad_enabled
 _requires_grad: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
@@ -49,13 +53,6 @@ _watching = torch._C._len_torch_dispatch_stack
 _ABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Before, what is dispatched further by a kernel of this key may meet torch's own check that its own was run."""
 _local_linear: Callable[..., torch.Tensor] = torch._C._nn.linear
-
-
-def bind(cls: type, new: Callable[..., Any]) -> None:
-    """Told by `dtensor.tensor` what a DTensor is and how one is made; from then on products are seen whole."""
-    global _DTensor, _new
-    _DTensor, _new = cls, new
-    see_whole(True)
 
 
 def see_whole(on: bool) -> None:
@@ -67,6 +64,103 @@ def see_whole(on: bool) -> None:
     if _library is not None:
         _library.impl("linear", _linear, "PythonTLSSnapshot", with_keyset=True)
         _library.impl("matmul", _matmul, "PythonTLSSnapshot", with_keyset=True)
+
+
+# ------------------------------------------------------------ the verdict
+Results = tuple[Any, ...]
+"""Tensors that a chain gives, None for those that are not asked for."""
+
+Specs = tuple[Spec | None, ...]
+"""Their specs."""
+
+_UNSEEN: Any = object()
+_plans: dict[tuple[Any, ...], Specs | None] = kept({})
+"""By function and specs: the specs of the results where the chain is local, None where it is not."""
+
+_HERE = torch._C.DispatchKey.PythonTLSSnapshot
+"""The dispatch key of kernels that see composites of DTensors whole."""
+
+_MOST = 16384
+_usual: dict[int, bool] = {}
+"""Dispatch keys of a call, as a number: True where nothing but autograd stands between the call and dispatch."""
+
+_MODES = torch._C._TorchDispatchModeKey
+_INFRA = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+
+
+def is_usual(keys: Any) -> bool:
+    """Whether autograd is next, and no autocast, transform or tracer between."""
+    number: int = keys.raw_repr()
+    known = _usual.get(number)
+    if known is None:
+        rest = keys.remove(_HERE)
+        known = str(rest.highestPriorityTypeId()).removeprefix("DispatchKey.").startswith("Autograd")
+        _usual[number] = known
+    return known and forward_ad._current_level < 0 and not (_watching() and _without_values())
+
+
+def _without_values() -> bool:
+    """Whether a compiler or a tracer follows, or a trial: tensors have no values then."""
+    modes = map(torch._C._get_dispatch_stack_at, range(_watching()))
+    return any(type(m) is Trial for m in modes) or any(torch._C._get_dispatch_mode(k) is not None for k in _INFRA)
+
+
+_VIEWS = frozenset(f"aten.{n}" for n in ("view.default", "_unsafe_view.default", "expand.default"))
+"""Ops that run locally with the local shape for the global one, as the composite does by itself."""
+
+
+def _is_local(call: Call, decision: Decision) -> bool:
+    """Whether an op runs as it is on inputs as they are."""
+    rule, ins, outs = decision.rule, decision.inputs, decision.outputs
+    if decision.kernel is not None or any(a is not b for a, b in zip(call.inputs, ins, strict=True)):
+        return False
+    if op_name(call.op) in _VIEWS:
+        return True
+    ways = (rule.bind, rule.local, rule.localize)
+    return not any(way(ins, outs) for way in ways if way is not None)
+
+
+def try_chain(key: tuple[Any, ...], chain: Callable[..., Results], tensors: Sequence[Any]) -> Specs | None:
+    """The specs that a chain gives where all of it is local; remembered by `key`."""
+    specs = [None if t is None else t._spec for t in tensors]
+    if any(s is not None and type(s) is not Spec for s in specs):
+        return None  # a view that had to move data: its spec is of one tensor, not of a kind of tensors
+    device = next(t._local_tensor.device for t in tensors if t is not None)
+    found = _tried(chain, specs, device)
+    if len(_plans) >= _MOST:
+        _plans.clear()
+    _plans[key] = found
+    return found
+
+
+def _tried(chain: Callable[..., Results], specs: Sequence[Spec | None], device: torch.device) -> Specs | None:
+    mesh = next(s for s in specs if s is not None).mesh
+    given = [s for s in specs if s is not None]
+    if mesh.coord is None or any(s.mesh is not mesh or s.dtype is not given[0].dtype for s in given):
+        return None
+    if not given[0].dtype.is_floating_point or may_be_empty(given):
+        return None  # all ranks must do alike
+    trial = Trial(mesh, device)
+    try:
+        with _disable_current_modes(), torch.no_grad():  # what a mode of the program looks at is the program alone
+            tensors = [None if s is None else trial.tensor(s, None) for s in specs]
+            with trial:
+                results = chain(*tensors)
+    except (GaveUp, RuntimeError, ValueError, IndexError):  # torch's own errors come again, op by op
+        return None
+    if any(step.factory for step in trial.steps) or not all(_is_local(*made) for made in trial.decisions):
+        return None
+    return tuple(None if r is None else r._spec for r in results)
+
+
+def is_contiguous(spec: Spec) -> bool:
+    """Whether the global tensor lies in memory row by row."""
+    return tuple(spec.stride) == contiguous_stride(spec.shape)
+
+
+def composite(op: hot.Op, *args: Any) -> Any:
+    """What torch makes of a composite, past the kernels that see it whole."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
 # ------------------------------------------------------------ linear
@@ -126,7 +220,7 @@ def _unchanged(t: Any, spec: Spec, whose: Any, local: Any) -> Any:
 
 def _is(t: Any, spec: Spec) -> bool:
     """Whether a tensor is a DTensor of this spec, or was not needed."""
-    return t is None or (type(t) is _DTensor and t._spec is spec)
+    return t is None or (type(t) is late.DTensor and t._spec is spec)
 
 
 class _Linear(torch.autograd.Function):
@@ -146,11 +240,11 @@ class _Linear(torch.autograd.Function):
         x, w = _as_kept(ctx.saved_tensors, ctx.kept)
         of_x, of_w = ctx.specs
         needs = ctx.needs_input_grad
-        D = _DTensor
+        D = late.DTensor
         if type(g) is D and _is(x, of_x) and _is(w, of_w) and not _grad_enabled() and not _watching():
             key = (_Linear, of_x, of_w, g._spec, needs)
-            specs = plans.get(key, UNSEEN)
-            if specs is UNSEEN:
+            specs = _plans.get(key, _UNSEEN)
+            if specs is _UNSEEN:
                 chain = partial(_linear_grads_chain, of_x=of_x, of_w=of_w, needs=needs)
                 specs = try_chain(key, chain, (x, w, g))
             if specs is not None:
@@ -162,13 +256,13 @@ class _Linear(torch.autograd.Function):
                 gx = gw = gb = None
                 if dx is not None:
                     lw = w._local_tensor
-                    gx = _new(D, torch.mm(lg, lw).view(*rows, lw.shape[1]), dx, requires_grad=False)
+                    gx = late.new(D, torch.mm(lg, lw).view(*rows, lw.shape[1]), dx, requires_grad=False)
                 if dw is not None:
                     lx = x._local_tensor
                     lx = lx.reshape(rows[0] * rows[1], lx.shape[2]) if len(rows) == 2 else lx
-                    gw = _new(D, torch.mm(lg.t(), lx), dw, requires_grad=False)
+                    gw = late.new(D, torch.mm(lg.t(), lx), dw, requires_grad=False)
                 if db is not None:
-                    gb = _new(D, lg.sum(0), db, requires_grad=False)
+                    gb = late.new(D, lg.sum(0), db, requires_grad=False)
                 return gx, gw, gb, None
         return *_linear_grads_chain(x, w, g, of_x, of_w, needs), None
 
@@ -179,20 +273,20 @@ def _linear_here(x: Any, w: Any, b: Any, spec: Spec) -> Any:
         got = composite(aten.linear.default, x, w, b)
         return plain_wrapper(got._local_tensor, got._spec)
     lb = None if b is None else b._local_tensor
-    return _new(_DTensor, _local_linear(x._local_tensor, w._local_tensor, lb), spec, requires_grad=False)
+    return late.new(late.DTensor, _local_linear(x._local_tensor, w._local_tensor, lb), spec, requires_grad=False)
 
 
 def _linear(keys: Any, x: Any, w: Any, b: Any = None) -> Any:
     """`aten::linear` above autograd, on at least one tensor of a Python class."""
-    D = _DTensor
+    D = late.DTensor
     if type(x) is D and type(w) is D and (b is None or type(b) is D) and is_usual(keys):
         key = (x._spec, w._spec, b if b is None else b._spec)
-        specs = plans.get(key, UNSEEN)
-        if specs is UNSEEN:
+        specs = _plans.get(key, _UNSEEN)
+        if specs is _UNSEEN:
             specs = try_chain(key, _linear_chain, (x, w, b))
         if specs is not None:
             return _apply_linear(x, w, b, specs[0]) if _grad_enabled() else _linear_here(x, w, b, specs[0])
-    return _redispatch_linear(keys.remove(HERE), x, w, b)
+    return _redispatch_linear(keys.remove(_HERE), x, w, b)
 
 
 # ------------------------------------------------------------ matmul
@@ -255,18 +349,18 @@ class _Matmul(torch.autograd.Function):
         x, y = _as_kept(ctx.saved_tensors, ctx.kept)
         of_x, of_y = ctx.specs
         needs = ctx.needs_input_grad
-        D = _DTensor
+        D = late.DTensor
         if type(g) is D and _is(x, of_x) and _is(y, of_y) and not _grad_enabled() and not _watching():
             key = (_Matmul, of_x, of_y, g._spec, needs)
-            specs = plans.get(key, UNSEEN)
-            if specs is UNSEEN:
+            specs = _plans.get(key, _UNSEEN)
+            if specs is _UNSEEN:
                 chain = partial(_matmul_grads_chain, of_y=of_y, needs=needs)
                 specs = try_chain(key, chain, (x, y, g))
             if specs is not None:
                 lx, ly = (None if t is None else t._local_tensor for t in (x, y))
                 found = _matmul_grads_here(lx, ly, g._local_tensor, of_y, needs)
                 dx, dy = (
-                    None if s is None else _new(D, t, s, requires_grad=False)
+                    None if s is None else late.new(D, t, s, requires_grad=False)
                     for t, s in zip(found, specs, strict=True)
                 )  # fmt: skip
                 return dx, dy, None
@@ -278,7 +372,7 @@ def _matmul_here(x: Any, y: Any, spec: Spec) -> Any:
     if _watching():
         got = composite(aten.matmul.default, x, y)
         return plain_wrapper(got._local_tensor, got._spec)
-    return _new(_DTensor, torch.matmul(x._local_tensor, y._local_tensor), spec, requires_grad=False)
+    return late.new(late.DTensor, torch.matmul(x._local_tensor, y._local_tensor), spec, requires_grad=False)
 
 
 def _matmul(keys: Any, x: Any, y: Any) -> Any:
@@ -286,18 +380,17 @@ def _matmul(keys: Any, x: Any, y: Any) -> Any:
 
     Two matrices are one `mm` in torch's chain, and two or four ops in backward: whole they would cost more.
     """
-    D = _DTensor
+    D = late.DTensor
     if type(x) is D and type(y) is D and len(x._spec.shape) > 2 and is_usual(keys):
         key = (x._spec, y._spec)
-        specs = plans.get(key, UNSEEN)
-        if specs is UNSEEN:
+        specs = _plans.get(key, _UNSEEN)
+        if specs is _UNSEEN:
             specs = try_chain(key, _matmul_chain, (x, y))
         if specs is not None:
             return _apply_matmul(x, y, specs[0]) if _grad_enabled() else _matmul_here(x, y, specs[0])
-    return _redispatch_matmul(keys.remove(HERE), x, y)
+    return _redispatch_matmul(keys.remove(_HERE), x, y)
 
 
-# Without a frame of torch's, which would look like a caller to `dtensor.dispatch.plain_origin`.
 _redispatch_linear: Callable[..., Any] = aten.linear.default._handle.redispatch_boxed
 _redispatch_matmul: Callable[..., Any] = aten.matmul.default._handle.redispatch_boxed
 # `Function.apply` without its look at torch.func, which `is_usual` has had.

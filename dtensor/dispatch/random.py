@@ -43,39 +43,39 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.comm.communicator import traced
+from dtensor.per_thread import PerThread
 from dtensor.placement import Shard, StridedShard
 from dtensor.spec import Spec
 
-__all__ = ["WHOLE_DRAW", "draw_part", "equal_seeds", "part_of", "run_seeded", "shard_number"]
+__all__ = ["WHOLE_DRAW", "draw_part", "equal_seeds", "part_of", "run_seeded", "seeded_alike", "shard_number"]
 
 WHOLE_DRAW = 1 << 24
 """Elements of the largest tensor that is drawn as a whole."""
 
-_flags = threading.local()
+_equal_seeds = PerThread(False)
 
 
-@contextlib.contextmanager
-def equal_seeds(enabled: bool = True) -> Iterator[None]:
+def equal_seeds(enabled: bool = True) -> AbstractContextManager[None]:
     """Inside, the ranks are taken to be seeded alike, and random ops on replicated axes send nothing."""
-    before = getattr(_flags, "equal", False)
-    _flags.equal = enabled
-    try:
-        yield
-    finally:
-        _flags.equal = before
+    return _equal_seeds.set_to(enabled)
+
+
+def seeded_alike() -> bool:
+    """Whether the ranks are taken to be seeded alike here: inside `equal_seeds`."""
+    return _equal_seeds.value
 
 
 def _agreeing_axes(spec: Spec) -> list[int]:
     """Axes along which positions must draw the same and may be seeded differently."""
-    if spec.mesh.coord is None or (getattr(_flags, "equal", False) and not _in_graph()):
+    if spec.mesh.coord is None or (_equal_seeds.value and not _in_graph()):
         return []
     return [
         axis for axis, p in enumerate(spec.placements)

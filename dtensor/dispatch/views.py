@@ -22,16 +22,19 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.dispatch.call import flat, is_dtensor, map_args, map_named, plain_wrapper, put_back, some_elements
 from dtensor.dispatch.hit import OpInfo
-from dtensor.dispatch.materialized import MovedSpec, ViewCall, bind_replay, note_writes, settled_spec, version
+from dtensor.dispatch.materialized import MovedSpec, ViewCall, note_writes, settled_spec, version
+from dtensor.dispatch.plan import aliasing
 from dtensor.placement import Replicate
+from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.rules.deferred import finish
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 
 __all__ = [
-    "Written", "carry_back", "has_moved", "late", "settled", "whole", "with_deferred", "with_moved", "writable",
+    "Written", "carry_back", "has_moved", "late_specs", "settled", "whole", "with_deferred", "with_moved", "writable",
     "write_local",
 ]  # fmt: skip
 
@@ -54,7 +57,7 @@ def has_moved(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return any(is_dtensor(a) and isinstance(a._spec, MovedSpec) for a in flat(args, kwargs))
 
 
-def late(args: Sequence[Any], kwargs: dict[str, Any]) -> set[type]:
+def late_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> set[type]:
     """The kinds of specs among the arguments that have to be brought up to date."""
     return {type(a._spec) for a in flat(args, kwargs) if is_dtensor(a)} - {Spec}
 
@@ -75,7 +78,7 @@ def with_deferred(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def whole(x: Any) -> torch.Tensor:
     """The value of an ordinary DTensor as a plain tensor of its own memory and the global strides."""
     spec = x._spec
-    local = hot.redistribute_local(x._local_tensor, spec, spec.replicated())
+    local = redistribute_local(x._local_tensor, spec, spec.replicated())
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=local.device).copy_(local)
 
 
@@ -86,12 +89,12 @@ def take(call: ViewCall, x: Any) -> Any:
     return settled(got if call.index is None else got[call.index], "view")
 
 
-def replay(spec: MovedSpec) -> torch.Tensor:
+def retake(spec: MovedSpec) -> torch.Tensor:
     """The local tensor of a view, taken again from its base."""
     x = spec.base
     for call in spec.calls:
         x = take(call, x)
-    local = hot.redistribute_local(x._local_tensor, x._spec, x._spec.with_placements(spec.placements))
+    local = redistribute_local(x._local_tensor, x._spec, x._spec.with_placements(spec.placements))
     return in_order(local, spec.stride)
 
 
@@ -196,10 +199,10 @@ def write_local(target: Any, new: Any) -> None:
     if src.dtype is not dst.dtype and src.has_partial():
         settled_first = tuple(Replicate() if p.is_partial() else p for p in src.placements)
         reduced = src.with_placements(settled_first)
-        local, src = hot.redistribute_local(local, src, reduced), reduced
+        local, src = redistribute_local(local, src, reduced), reduced
     if src.dtype is not dst.dtype:
         local, src = local.to(dst.dtype), src.with_meta(src.shape, src.stride, dst.dtype)
-    local = hot.redistribute_local(local, src, src.with_placements(dst.placements))
+    local = redistribute_local(local, src, src.with_placements(dst.placements))
     if dst.mesh.coord is not None:
         target._local_tensor.copy_(local)
     note_writes(target)
@@ -208,7 +211,7 @@ def write_local(target: Any, new: Any) -> None:
 def write_through(spec: MovedSpec, new: Any) -> None:
     """Make the view's value that of the ordinary DTensor `new`, and its base's accordingly."""
     write_local(spec.base, carried_back(spec, new))
-    spec.local = hot.redistribute_local(new._local_tensor, new._spec, new._spec.with_placements(spec.placements))
+    spec.local = redistribute_local(new._local_tensor, new._spec, new._spec.with_placements(spec.placements))
     spec.version = version(spec.base)
 
 
@@ -230,9 +233,9 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             result = hot.dispatch(info.func, *map_args(read, args, kwargs))
         if info.is_view and is_dtensor(args[0]) and isinstance(args[0]._spec, MovedSpec):
             _mark(info, result, args, kwargs)
-            return hot.aliasing(result, args[0], info.func, args, kwargs)
+            return aliasing(result, args[0], info.func, args, kwargs)
         return result
-    if info.kind == "foreach" and any(isinstance(a, (list, tuple)) and len(a) > 1 for a in targets):
+    if info.kind == "lists" and any(isinstance(a, (list, tuple)) and len(a) > 1 for a in targets):
         return _one_by_one(info, args, kwargs)
     written: Written = []
 
@@ -243,7 +246,7 @@ def with_moved(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     new_args, new_kwargs = map_named(convert, info.func, args, kwargs)
     result = hot.dispatch(info.func, new_args, new_kwargs)
     carry_back(written)
-    if info.kind == "foreach":
+    if info.kind == "lists":
         increment_version([view for view, _ in written])
     return args[0] if isinstance(result, list) and result is new_args[0] else put_back(result, written)
 
@@ -287,4 +290,4 @@ def _one_by_one(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args[0] if info.func._schema.returns else None
 
 
-bind_replay(replay, plain_wrapper)
+late.give(retake=retake)

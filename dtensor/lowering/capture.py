@@ -164,7 +164,7 @@ def _check(program: Program, given: Sequence[torch.Tensor], fed: frozenset[int],
 def _check_node(node: Any, call: str) -> None:
     target = node.target
     named = getattr(target, "__name__", "")
-    if named in _HOST or (named == "common_stream_begin" and not getattr(rng._flags, "equal", False)):
+    if named in _HOST or (named == "common_stream_begin" and not rng.seeded_alike()):
         raise refuse(
             f"{call}: random numbers", str(node.meta.get("call") or named), "the generator would be seeded by the host",
             "draw outside and pass the numbers, or, ranks seeded alike, `with dtensor.random.equal_seeds():`",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.lowering.program import Made, Program, Value, written_out
 from dtensor.lowering.reach import VALUES, Reach, Read, equal, reach, reading
 from dtensor.lowering.record import LowerError, refuse
@@ -71,7 +72,7 @@ def surroundings() -> tuple[Any, ...]:
     """What a trace depends on besides arguments."""
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), getattr(hot._flags, "implicit", False),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), hot.replicates_implicitly(),
         torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), current_cost_model(),
     )  # fmt: skip
 
@@ -106,7 +107,7 @@ class Variant:
         n_objects, n_plain = len(objects), len(plain)
         called = _argument_names(fn, args, kwargs, len(leaves))
         for i, x in enumerate(leaves):
-            if isinstance(x, hot._DTensor) or (isinstance(x, torch.Tensor) and x.requires_grad):
+            if isinstance(x, late.DTensor) or (isinstance(x, torch.Tensor) and x.requires_grad):
                 at = place.setdefault(id(x), len(objects))
                 if at == len(objects):
                     objects.append(x)
@@ -150,7 +151,7 @@ class Variant:
         if now != self._surroundings or structure != self._structure or not self._reach.holds():
             return False
         objects, plain = self._placed(leaves)
-        D = hot._DTensor
+        D = late.DTensor
         for x, (kind, known) in zip(leaves, self._leaves, strict=True):
             if kind == "object":
                 if x is not objects[known] or not isinstance(x, torch.Tensor):
@@ -254,7 +255,7 @@ class Variant:
 
 def _kind(x: Any) -> Any:
     """The spec of a DTensor; shape, dtype and device of a plain leaf."""
-    return x._spec if isinstance(x, hot._DTensor) else (x.shape, x.dtype, x.device)
+    return x._spec if isinstance(x, late.DTensor) else (x.shape, x.dtype, x.device)
 
 
 def _waited(x: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.dispatch.materialized import note_written
 from dtensor.lowering.record import LowerError
 from dtensor.spec import SHORT_DTYPES, Spec
@@ -131,7 +131,7 @@ class Program:
 
     def settle(self, objects: Sequence[Any], plain: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
         """Do to these DTensors and plain tensors what the program does, with what it computed; its result."""
-        new, D = hot._new, hot._DTensor
+        new, D = late.new, late.DTensor
         made = [new(D, values[at], spec, requires_grad=False) for at, spec in self.wrapped]
         if self.written or self.plain_written:  # autograd must know, and views that had to move data
             written = [objects[at] for at in self.written]

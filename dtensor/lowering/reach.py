@@ -45,7 +45,7 @@ from typing import Any
 import numpy
 import torch
 
-from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.lowering.record import LowerError, Recorder, refuse
 
 __all__ = ["VALUES", "Place", "Reach", "Read", "equal", "read", "reach", "reading"]
@@ -235,7 +235,7 @@ class Reach(Watched):
                 f"{MAX_PLACES} at most", "keep data sets and the like out of the step's closure and arguments",
             )  # fmt: skip
         self._seen[id(obj)] = obj
-        if isinstance(obj, hot._DTensor):
+        if isinstance(obj, late.DTensor):
             self.dtensors.append(obj)
         elif isinstance(obj, torch.Tensor):
             return
@@ -272,7 +272,7 @@ class Reach(Watched):
 
     def _all(self, items: Iterable[Any]) -> None:
         for x in items:
-            if isinstance(x, torch.Tensor) and not isinstance(x, hot._DTensor):
+            if isinstance(x, torch.Tensor) and not isinstance(x, late.DTensor):
                 self._place((x,), 0)
             else:
                 self.follow(x)
@@ -452,7 +452,7 @@ class Reach(Watched):
 
     def _place(self, box: Any, key: Any) -> None:
         value = box[key]
-        if isinstance(value, torch.Tensor) and not isinstance(value, hot._DTensor):
+        if isinstance(value, torch.Tensor) and not isinstance(value, late.DTensor):
             fixed = isinstance(box, (tuple, types.MappingProxyType))  # not to be replaced for a trace: refused if used
             if id(value) not in self._seen and not fixed:
                 self._seen[id(value)] = value

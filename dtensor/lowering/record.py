@@ -37,7 +37,7 @@ from dtensor.comm.observers import received
 from dtensor.comm.pending import Pending
 from dtensor.debug.collectives import Collective, classify
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import plain as dispatch_plain
+from dtensor.dispatch import late
 from dtensor.dispatch import random as rng
 from dtensor.dispatch.call import layouts
 from dtensor.errors import LayoutError, explain_error
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------ what runs
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(t is hot._DTensor for t in types):
+        if any(t is late.DTensor for t in types):
             return self._on_dtensors(func, args, kwargs)
         if any(t is not torch.Tensor and not issubclass(t, FakeTensor) for t in types):
             return NotImplemented
@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _on_dtensors(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, hot._DTensor)]
+        given = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, late.DTensor)]
         for t in given:
             if not isinstance(t._local_tensor, FakeTensor) and type(t._local_tensor) is torch.Tensor:
                 raise refuse(
@@ -357,8 +357,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 def _patch() -> None:
     _replace(hot, "store", lambda recorder, original, *args: None)
-    _replace(dispatch_plain, "_check", _check_unless_zero)
-    _replace(dispatch_plain, "_same_on_all", lambda recorder, original, t: recorder.is_constant(t))
+    _replace(late, "is_constant", _is_constant)
     for name in ("_common_stream", "_seeded"):
         _replace(rng, name, lambda recorder, original, *args, name=name: recorder.bracket(name[1:], original, args))
     for module in (torch, torch.random, torch.cuda):
@@ -395,10 +394,9 @@ def _generator_state(recorder: Recorder, original: Any, *args: Any, **kwargs: An
     return out
 
 
-def _check_unless_zero(recorder: Recorder, original: Any, info: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-    """Zeros, which autograd makes for parts that are not used, are the same on all ranks: no comparison."""
-    plain = [t for t in tensors_in((*args, *kwargs.values())) if not isinstance(t, hot._DTensor)]
-    return None if all(map(recorder.is_zero, plain)) else original(info, args, kwargs, *rest)
+def _is_constant(recorder: Recorder, original: Any, t: torch.Tensor, formula: bool) -> bool:
+    """Zeros are the same on all ranks; so is what a formula of autograd meets and no input of the program is in."""
+    return recorder.is_zero(t) or (formula and recorder.is_constant(t))
 
 
 def _collective(recorder: Recorder, comm: Communicator, original: Any, kind: str, args: tuple[Any, ...]) -> Any:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.dispatch.materialized import MovedSpec, settled_spec
 from dtensor.lowering.program import Known, Made, Program, Template, Value, as_function, drop_unused, simplify
 from dtensor.lowering.reach import VALUES, Reach, Read, read
@@ -33,7 +33,7 @@ __all__ = ["trace"]
 
 def is_dtensor(x: object) -> bool:
     """True for a DTensor."""
-    return isinstance(x, hot._DTensor)
+    return isinstance(x, late.DTensor)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import contextlib
 import importlib
 import inspect
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch
 
 from dtensor.comm.world import forget
 from dtensor.errors import RuleError, explain_error
+from dtensor.per_thread import PerThread
 from dtensor.rules.call import Call, is_inplace, op_name, tensor_names
 from dtensor.rules.faults import check_reduction, checked_rule, overloads, place_of, unknown_values
 from dtensor.rules.patterns import factor_names, parse_pattern
@@ -43,18 +43,12 @@ _own: dict[str, Entry] = {}
 _programs: dict[str, Entry] = {}
 """The rules of programs, which are looked up first."""
 _loaded = False
-_thread = threading.local()
+_built_in = PerThread(False)
 
 
-@contextlib.contextmanager
-def built_in() -> Iterator[None]:
+def built_in() -> contextlib.AbstractContextManager[None]:
     """Inside, this thread registers rules of the engine's own: they may be for ops that this torch does not have."""
-    before = getattr(_thread, "built_in", False)
-    _thread.built_in = True
-    try:
-        yield
-    finally:
-        _thread.built_in = before
+    return _built_in.set_to(True)
 
 
 def register(
@@ -69,7 +63,7 @@ def register(
     many = names.split() if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
     numbers = frozenset(values.split() if isinstance(values, str) else values)
     text = _text_of(build)
-    own = getattr(_thread, "built_in", False)
+    own = _built_in.value
     for name in () if own else many:
         _check(name, build, numbers, text)
     where = "" if own else place_of(build)

@@ -18,12 +18,11 @@ import torch
 
 from dtensor.dispatch.materialized import settled_spec
 from dtensor.placement import Partial
+from dtensor.spec import Distributed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-    from dtensor.tensor import DTensor
 
 __all__ = ["chunk_list", "tensor_shard", "write_items"]
 
@@ -31,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offset in the global tensor, offset in the local one, sizes."""
 
 
-def _boxes(x: DTensor, call: str) -> list[Box]:
+def _boxes(x: Distributed, call: str) -> list[Box]:
     """The chunks of this rank's shard, in row-major order; an empty shard is one chunk, at the end of its dims."""
     spec = settled_spec(x, call)
     for axis, p in enumerate(spec.placements):
@@ -55,7 +54,7 @@ def _boxes(x: DTensor, call: str) -> list[Box]:
     ]
 
 
-def chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
+def chunk_list(x: Distributed) -> list[ChunkStorageMetadata]:
     """Offsets and sizes of the chunks that this rank holds. Raises ValueError for a pending tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -68,7 +67,7 @@ def chunk_list(x: DTensor) -> list[ChunkStorageMetadata]:
     ]
 
 
-def write_items(x: DTensor, fqn: str, obj: object) -> list[WriteItem]:
+def write_items(x: Distributed, fqn: str, obj: object) -> list[WriteItem]:
     """One item a chunk, to be saved under the name `fqn`. Raises ValueError for a pending tensor."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -84,13 +83,13 @@ def write_items(x: DTensor, fqn: str, obj: object) -> list[WriteItem]:
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.shape),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x._spec.shape),
         )
         for chunk in chunk_list(x)
     ]
 
 
-def tensor_shard(x: DTensor, index: MetadataIndex) -> torch.Tensor:
+def tensor_shard(x: Distributed, index: MetadataIndex) -> torch.Tensor:
     """The chunk at `index.offset`, as a view of the local tensor: the planner reads from it or loads into it.
 
     What is loaded into a view that had to move data does not reach its base: save and load the base.

@@ -25,26 +25,23 @@ calls or a factory, is none that it knows: `refuse_export` says so, where torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch as _mode_above_autograd
 
+from dtensor.dispatch import late
 from dtensor.errors import explain_error
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 
-if TYPE_CHECKING:
-    from dtensor.tensor import DTensor
-
 __all__ = [
-    "bind", "compiling", "full_tensor", "from_local", "redistribute", "refuse_caching", "refuse_export", "to_local",
+    "compiling", "full_tensor", "from_local", "redistribute", "refuse_caching", "refuse_export", "to_local",
 ]  # fmt: skip
 
 compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """True in code that dynamo follows; False whenever code really runs."""
 
-_DTensor: Any = None
 _proxies = torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -75,12 +72,6 @@ def leave_alone(handler: Callable[..., Any]) -> None:
 
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(handler.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
-def bind(cls: type[DTensor]) -> None:
-    """Told by `dtensor.tensor` what a DTensor is."""
-    global _DTensor
-    _DTensor = cls
 
 
 # ------------------------------------------------------------ placements and meshes as constants
@@ -134,7 +125,7 @@ def _placed(placements: Sequence[Placement] | None) -> tuple[Placement, ...] | N
 def from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None,
     stride: Sequence[int] | None, grads: Sequence[Placement] | None,
-) -> DTensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """`DTensor.from_local` as one call of the graph."""
     _allow()
     size = None if shape is None else tuple(shape)
@@ -142,22 +133,22 @@ def from_local(
     return _from_local(local, mesh, _placed(placements), size, steps, _placed(grads))
 
 
-def to_local(x: DTensor, grads: Sequence[Placement] | None) -> torch.Tensor:
+def to_local(x: object, grads: Sequence[Placement] | None) -> Any:
     """`DTensor.to_local` as one call of the graph."""
     _allow()
     return _to_local(x, _placed(grads))
 
 
-def full_tensor(x: DTensor, grads: Sequence[Placement] | None) -> torch.Tensor:
+def full_tensor(x: object, grads: Sequence[Placement] | None) -> Any:
     """`DTensor.full_tensor` as one call of the graph."""
     _allow()
     return _full_tensor(x, _placed(grads))
 
 
 def redistribute(
-    x: DTensor, mesh: DeviceMesh | None, placements: Sequence[Placement] | None,
+    x: object, mesh: DeviceMesh | None, placements: Sequence[Placement] | None,
     forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None,
-) -> DTensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """`DTensor.redistribute` as one call of the graph; in a graph every result is waited for."""
     _allow()
     return _redistribute(x, mesh, _placed(placements), forward_dtype, backward_dtype)
@@ -168,7 +159,7 @@ def _from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | None, shape: tuple[int, ...] | None,
     stride: tuple[int, ...] | None, grads: tuple[Placement, ...] | None,
 ) -> Any:  # fmt: skip
-    return _DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grads)
+    return late.DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grads)
 
 
 def _to_local(x: Any, grads: tuple[Placement, ...] | None) -> Any:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils.dlpack
 
+from dtensor.dispatch.call import plain_wrapper
 from dtensor.dispatch.materialized import settled_spec
 from dtensor.errors import LayoutError, explain_error
-
-if TYPE_CHECKING:
-    from dtensor.tensor import DTensor
+from dtensor.spec import Distributed
 
 __all__ = [
     "apply_", "cuda_array", "data_ptr", "is_shared", "map_", "no_dlpack", "refuse_dlpack",
@@ -28,7 +27,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _part(x: DTensor, call: str) -> torch.Tensor:
+D = TypeVar("D", bound=Distributed)
+
+
+def _part(x: Distributed, call: str) -> torch.Tensor:
     """This rank's part, up to date, as a tensor that has memory."""
     settled_spec(x, call)
     local: Any = x._local_tensor
@@ -36,39 +38,39 @@ def _part(x: DTensor, call: str) -> torch.Tensor:
     return part
 
 
-def data_ptr(self: DTensor) -> int:
+def data_ptr(self: Distributed) -> int:
     """Address of this rank's part: tells shared parameters apart, as for plain tensors."""
     return _part(self, "data_ptr").data_ptr()
 
 
-def untyped_storage(self: DTensor) -> torch.UntypedStorage:
+def untyped_storage(self: Distributed) -> torch.UntypedStorage:
     """The storage of this rank's part. torch's compiler, which tells tensors apart by theirs, gets the wrapper's."""
     if str(sys._getframe(1).f_globals.get("__name__")).startswith("torch._"):
-        return torch.Tensor.untyped_storage(self)
+        return torch.Tensor.untyped_storage(self)  # type: ignore[arg-type]
     return _part(self, "untyped_storage").untyped_storage()
 
 
-def storage(self: DTensor) -> Any:
+def storage(self: Distributed) -> Any:
     """As `torch.Tensor.storage`, of this rank's part."""
     return _part(self, "storage").storage()
 
 
-def typed_storage(self: DTensor) -> Any:
+def typed_storage(self: Distributed) -> Any:
     """As `torch.Tensor._typed_storage`, of this rank's part."""
     return _part(self, "_typed_storage")._typed_storage()
 
 
-def no_dlpack(self: DTensor, *args: object, **kwargs: object) -> NoReturn:
+def no_dlpack(self: Distributed, *args: object, **kwargs: object) -> NoReturn:
     """For `__dlpack__` and `__dlpack_device__`. Raises BufferError, as the protocol asks for."""
     raise BufferError(_outside("DLPack", self))
 
 
-def cuda_array(self: DTensor) -> NoReturn:
+def cuda_array(self: Distributed) -> NoReturn:
     """For `__cuda_array_interface__`. Raises AttributeError, by which callers see that there is none."""
     raise AttributeError(_outside("__cuda_array_interface__", self))
 
 
-def _outside(call: str, x: DTensor) -> str:
+def _outside(call: str, x: Distributed) -> str:
     return explain_error(
         call, f"a DTensor {x._spec}", "whoever takes the memory reads it by the shape of the whole, of which this rank "
         "has a part", "x.full_tensor() for the whole, x.to_local() for the part",
@@ -95,39 +97,40 @@ def _refusing(make: Callable[..., object], kind: type) -> Callable[..., object]:
     return to_dlpack
 
 
-def share_memory_(self: DTensor) -> DTensor:
+def share_memory_(self: D) -> D:
     """As `torch.Tensor.share_memory_`, for this rank's part."""
     _part(self, "share_memory_").share_memory_()
     return self
 
 
-def is_shared(self: DTensor) -> bool:
+def is_shared(self: Distributed) -> bool:
     """As `torch.Tensor.is_shared`, for this rank's part."""
     return bool(self._local_tensor.is_shared())
 
 
-def apply_(self: DTensor, callable: Callable[[Any], Any]) -> DTensor:
+def apply_(self: D, callable: Callable[[Any], Any]) -> D:
     """As `torch.Tensor.apply_`: every element becomes `callable(element)`. Not for pending reductions."""
     if self._spec.has_partial():
         raise LayoutError(_elementwise("apply_", self))
-    self.copy_(_with_local(self, self._local_tensor.clone().apply_(callable)))
+    _write(self, self._local_tensor.clone().apply_(callable))
     return self
 
 
-def map_(self: DTensor, other: torch.Tensor, callable: Callable[..., Any]) -> DTensor:
+def map_(self: D, other: torch.Tensor, callable: Callable[..., Any]) -> D:
     """As `torch.Tensor.map_`: every element becomes `callable(element, its partner in other)`; equal layouts only."""
     if self._spec.has_partial() or getattr(other, "_spec", None) is not self._spec:
         raise LayoutError(_elementwise("map_", self))
     theirs: torch.Tensor = getattr(other, "_local_tensor")  # noqa: B009 - a DTensor, by its spec
-    self.copy_(_with_local(self, self._local_tensor.clone().map_(theirs, callable)))
+    _write(self, self._local_tensor.clone().map_(theirs, callable))
     return self
 
 
-def _with_local(x: DTensor, local: torch.Tensor) -> DTensor:
-    return type(x)(local, x._spec, requires_grad=False)
+def _write(x: Distributed, local: torch.Tensor) -> None:
+    target: Any = x
+    target.copy_(plain_wrapper(local, x._spec))
 
 
-def _elementwise(call: str, x: DTensor) -> str:
+def _elementwise(call: str, x: Distributed) -> str:
     return explain_error(
         call, str(x._spec), "a Python function of single elements needs their values, in one layout",
         "x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) first",

@@ -28,7 +28,9 @@ import torch
 
 from dtensor import DTensor, init_device_mesh
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch.call import make_call, output_metas
+from dtensor.dispatch import late
+from dtensor.dispatch.call import make_call
+from dtensor.dispatch.metadata import output_metas
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.rules.choice import decide
 from dtensor.rules.registry import rule_of
@@ -61,7 +63,7 @@ def missing_rows(call: RecordedCall) -> list[Row]:
     """The rows that are right for this call and that its rule does not offer; none where a rule is not asked."""
     info = hot.OpInfo(call.op)
     sizes = [t.numel() for t in call.tensors]
-    if skip_reason(call) or info.kind != "plain" or info.written or not sizes or min(sizes) == 0 or max(sizes) < 3:
+    if skip_reason(call) or info.kind != "ordinary" or info.written or not sizes or min(sizes) == 0 or max(sizes) < 3:
         return []
     trials = _trials(call, info)
     if not trials:
@@ -183,7 +185,7 @@ class _Offers:
 
         def wrap(t: torch.Tensor) -> DTensor:
             spec = Spec.make(self.mesh, (next(at),), t.shape, t.stride(), t.dtype)
-            return hot._new(DTensor, t, spec, requires_grad=False)
+            return late.new(DTensor, t, spec, requires_grad=False)
 
         args, kwargs = map_tensors(wrap, (self.call.args, dict(self.call.kwargs)))
         return args, kwargs

@@ -15,8 +15,9 @@ import string
 
 from dtensor import init_device_mesh
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch.call import make_call, output_metas
+from dtensor.dispatch.call import make_call
 from dtensor.dispatch.lists import base_entry
+from dtensor.dispatch.metadata import output_metas
 from dtensor.placement import Partial, Replicate
 from dtensor.redistribute.cost_model import current_cost_model
 from dtensor.rules.registry import Call, Entry, rule_of
@@ -36,7 +37,7 @@ def shown(call: RecordedCall, k: int = 4) -> str:
     head = [str(call)]
     if info.special is not None:
         return f"{call}\n  handled as a whole, not by a rule"
-    if info.kind == "foreach":
+    if info.kind == "lists":
         found = base_entry(info)
         each = f"{found.name}   {found.text}" if found else "none: it runs replicated"
         return f"{call}\n  rule       of each element: {each}"

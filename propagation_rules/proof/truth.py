@@ -27,9 +27,12 @@ import dtensor
 from dtensor import DeviceMesh, DTensor, init_device_mesh
 from dtensor.comm.observers import observers
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import miss as slow
-from dtensor.dispatch.call import make_call, output_metas
+from dtensor.dispatch import late
+from dtensor.dispatch.call import make_call
 from dtensor.dispatch.in_place import kept
+from dtensor.dispatch.metadata import output_metas
+from dtensor.dispatch.miss import actual_outputs
+from dtensor.dispatch.plan import Plan
 from dtensor.errors import LayoutError, NoRuleError
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.rules.choice import all_decisions, decide
@@ -121,7 +124,7 @@ def skip_reason(call: RecordedCall) -> str:
     info = hot.OpInfo(call.op)
     if info.special is not None:
         return "handled as a whole, not by a rule"
-    if info.kind == "plain" and info.entry is None:
+    if info.kind == "ordinary" and info.entry is None:
         return "no rule"
     if info.kind == "out":
         return "out= runs the functional form"
@@ -198,7 +201,7 @@ def _on_rank(
 ) -> list[_Run] | str:  # fmt: skip
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("xyzw"[: len(shape)]))
     with torch.no_grad():
-        if hot.OpInfo(call.op).kind == "foreach":
+        if hot.OpInfo(call.op).kind == "lists":
             return _run_lists(call, mesh)
         given = _Given.of(call, mesh)
         if isinstance(given, str):
@@ -322,7 +325,7 @@ class _Given:
         given = make_call(call.op, args, kwargs, self.outs)
         tensors = list(_dtensors((args, kwargs)))
         names = [a.name for a in call.op._schema.arguments][: len(args)]
-        plan = hot.Plan(self.info, given, decision, self.structure, names)
+        plan = Plan(self.info, given, decision, self.structure, names)
         local, named = map_tensors(_local, (list(args), dict(kwargs)))
         sent: list[str] = []
         unpriced = ""
@@ -336,7 +339,7 @@ class _Given:
         if sent and not plan.moves and not (decision.kernel is not None and decision.kernel.collectives):
             unpriced = decision.kernel.name if decision.kernel is not None else "local"
         own = plan.kernel is None and plan.run is self.info.run
-        actual = slow.actual_outputs(decision, got) if own and not self.info.written else decision
+        actual = actual_outputs(decision, got) if own and not self.info.written else decision
         specs = tuple(None if s is None else Spec.make(self.mesh, s.placements, *s.tensor_meta) for s in actual.outputs)
         parts = tuple(t._local_tensor.detach() for t in _dtensors(got))
         written: list[Spec] = []
@@ -382,7 +385,7 @@ def wrapped(
     def wrap(t: torch.Tensor) -> DTensor:
         i = next(at)
         spec = Spec.make(mesh, tuple(layouts[i]), t.shape, t.stride(), t.dtype)
-        return hot._new(DTensor, part_of(t, spec, seed=i) if cut else t, spec, requires_grad=False)
+        return late.new(DTensor, part_of(t, spec, seed=i) if cut else t, spec, requires_grad=False)
 
     args, kwargs = map_tensors(wrap, (call.args, dict(call.kwargs)))
     return args, kwargs

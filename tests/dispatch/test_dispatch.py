@@ -21,7 +21,7 @@ def on(n, f, *shape):
 
 
 def plans(op) -> int:
-    info = hot._ops.get(id(op))
+    info = hot.ops.get(id(op))
     return len(info.plans) if info is not None else 0
 
 
@@ -167,7 +167,7 @@ def test_the_cache_is_bounded(monkeypatch) -> None:
         for n in range(1, 120):
             x = DTensor.from_local(torch.ones(n), mesh, [S0])
             x + x
-            assert sum(len(i.plans) for i in hot._ops.values()) <= 60
+            assert sum(len(i.plans) for i in hot.ops.values()) <= 60
 
 
 def test_inference_mode_decomposes_composites() -> None:

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from dtensor import DTensor, Replicate, init_device_mesh, simulate
-from dtensor.dispatch import call as dispatch_call
-from dtensor.dispatch.call import output_metas
-from dtensor.dispatch.shapes import _LIKE_FIRST, _LIKE_FIRSTS, known_metas
+from dtensor.dispatch import metadata
+from dtensor.dispatch.metadata import _LIKE_FIRST, _LIKE_FIRSTS, known_metas, output_metas
 
 SHAPES = ((4, 6), (), (0, 3), (5, 1, 2), (1,))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64)
 
 
 def slowly(func: Any, args: Any, kwargs: Any) -> Any:
-    with mock.patch.object(dispatch_call, "known_metas", lambda *_: None):
+    with mock.patch.object(metadata, "known_metas", lambda *_: None):
         try:
             return output_metas(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as e:

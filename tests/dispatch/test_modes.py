@@ -93,13 +93,13 @@ def test_an_op_of_lists_is_told_by_its_schema() -> None:
             op = getattr(packet, overload)
             if torch._C._dispatch_has_kernel(op.name()):
                 kinds.setdefault(OpInfo(op).kind, set()).add(name)
-    named = {n for n in kinds["foreach"] | kinds["plain"] if n.startswith("_foreach_")}
+    named = {n for n in kinds["lists"] | kinds["ordinary"] if n.startswith("_foreach_")}
     steps = {f"_fused_{n}_" for n in ("adagrad", "adam", "adamw", "sgd")}
-    assert named <= kinds["foreach"], named - kinds["foreach"]
+    assert named <= kinds["lists"], named - kinds["lists"]
     others = {"_amp_foreach_non_finite_check_and_unscale_", "dequantize", "quantize_per_tensor"}
-    assert kinds["foreach"] - named <= steps | others
+    assert kinds["lists"] - named <= steps | others
     for name in ("_fused_rms_norm", "_fused_rms_norm_backward", "_fused_dropout", "cat", "stack", "meshgrid"):
-        assert name in kinds["plain"], name
+        assert name in kinds["ordinary"], name
 
 
 # ------------------------------------------------------------ ops that have kernels on accelerators only

@@ -22,7 +22,7 @@ from dtensor.comm import issue as comm_sent
 from dtensor.comm.c10d import C10dCommunicator
 from dtensor.comm.wire import eager
 from dtensor.dispatch import lists as dispatch_lists
-from dtensor.dispatch import miss as dispatch_miss
+from dtensor.dispatch import plan as dispatch_plan
 from dtensor.redistribute.executor import coalescing as together
 from dtensor.spec import Spec
 
@@ -196,12 +196,12 @@ def as_on_gpus() -> Iterator[None]:
     comm_sent.in_queue = eager
     C10dCommunicator.has_launches = lambda self, device: True
     meets = lambda specs: len(specs) > 1  # noqa: E731
-    together.may_meet = dispatch_lists.may_meet = dispatch_miss.may_meet = meets
+    together.may_meet = dispatch_lists.may_meet = dispatch_plan.may_meet = meets
     try:
         yield
     finally:
         comm_sent.in_queue, C10dCommunicator.has_launches = before[:2]
-        together.may_meet = dispatch_lists.may_meet = dispatch_miss.may_meet = before[2]
+        together.may_meet = dispatch_lists.may_meet = dispatch_plan.may_meet = before[2]
 
 
 def recorded(mesh: Any, fails: str = "") -> tuple[list[Any], list[Group]]:

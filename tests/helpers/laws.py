@@ -39,10 +39,12 @@ import dtensor
 from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dtensor import tensor as tensor_module
 from dtensor.dispatch import hit as hot
-from dtensor.dispatch import products
+from dtensor.dispatch import late, products
 from dtensor.dispatch.call import flat as arguments_of
-from dtensor.dispatch.call import make_call, map_args, output_metas
+from dtensor.dispatch.call import make_call, map_args
 from dtensor.dispatch.in_place import functional_form
+from dtensor.dispatch.metadata import output_metas
+from dtensor.dispatch.plan import Plan
 from dtensor.propagation_rules.proof.parts import differs, kinds_of, part_of
 from dtensor.propagation_rules.proof.recorded import RecordedCall, Recorder, plain_result, tensors_of
 from dtensor.propagation_rules.proof.truth import skip_reason, wrapped
@@ -350,7 +352,7 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
     info = hot.OpInfo(func)
     if "empty" in info.name:  # uninitialised
         return
-    if info.special or info.kind != "plain" or info.entry is None or info.entry.random:
+    if info.special or info.kind != "ordinary" or info.entry is None or info.entry.random:
         return
     tensors = [a for a in arguments_of(args, kwargs) if isinstance(a, DTensor)]
     others = [a for a in arguments_of(args, kwargs) if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)]
@@ -383,7 +385,7 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
         given = make_call(func, args, kwargs, outs)
         given.inputs = decision.inputs
         pieces = iter(
-            hot._new(DTensor, part_of(full, s, seed=i), s, requires_grad=False)
+            late.new(DTensor, part_of(full, s, seed=i), s, requires_grad=False)
             for i, (full, s) in enumerate(zip(fulls, decision.inputs, strict=True))
         )
         wrapped, wrapped_kw = map_args(lambda a: next(pieces) if isinstance(a, DTensor) else a, args, kwargs)  # noqa: B023
@@ -392,7 +394,7 @@ def check_op(func: Any, args: Any, kwargs: Any, found: dict[str, Any], limit: in
             s is not None and s.placements != decision.inputs[0].placements for s in decision.outputs
         ):
             continue
-        plan = hot.Plan(info, given, decision, structure, names)
+        plan = Plan(info, given, decision, structure, names)
         got = flat(plan.execute(list(local), named, wrapped))
         finish(got)
         for g, ref, spec in zip(got, plain, [s for s in decision.outputs if s is not None], strict=True):
@@ -535,7 +537,7 @@ def _worth_trying(
     passed: list[list[tuple[Placement, ...]]] = []
     rest: list[list[tuple[Placement, ...]]] = []
     metas = None
-    for i, layout in enumerate(layouts if info.kind == "plain" and info.entry is not None else ()):
+    for i, layout in enumerate(layouts if info.kind == "ordinary" and info.entry is not None else ()):
         args, kwargs = wrapped(call, mesh, layout, cut=False)
         metas = metas if i else output_metas(call.op, args, kwargs)
         try:
@@ -545,11 +547,11 @@ def _worth_trying(
         ops = {p.reduce_op for placements in layout for p in placements if isinstance(p, Partial)}
         passes = rule is not None and any(group.out_op(op) for group in rule.linear for op in ops)
         (passed if passes else rest).append(layout)
-    if info.kind != "plain" or info.entry is None:
-        passed, rest = (list(layouts), []) if info.kind == "foreach" else ([], list(layouts))
+    if info.kind != "ordinary" or info.entry is None:
+        passed, rest = (list(layouts), []) if info.kind == "lists" else ([], list(layouts))
     start = zlib.crc32(str(call).encode())
     some = [passed[(start + 3 * i) % len(passed)] for i in range(min(3, len(passed)))] if passed else []
-    return (passed if info.kind == "foreach" else some) + ([rest[start % len(rest)]] if rest and more else [])
+    return (passed if info.kind == "lists" else some) + ([rest[start % len(rest)]] if rest and more else [])
 
 
 def _one_kind(

@@ -16,7 +16,7 @@ import torch
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, init_device_mesh
-from dtensor.dispatch import hit as hot
+from dtensor.dispatch import late
 from dtensor.errors import LayoutError
 from dtensor.propagation_rules.__main__ import UnknownOp, main, overloads
 from dtensor.propagation_rules.pointwise import pointwise
@@ -403,8 +403,8 @@ def test_values_that_change_no_layout_cause_no_miss(
     name: str, fn: Callable[[torch.Tensor, float], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     misses: list[str] = []
-    miss = hot._miss
-    monkeypatch.setattr(hot, "_miss", lambda info, *rest: misses.append(info.name) or miss(info, *rest))
+    miss = late.miss
+    monkeypatch.setattr(late, "miss", lambda info, *rest: misses.append(info.name) or miss(info, *rest))
 
     def program() -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -424,8 +424,8 @@ def test_values_that_change_no_layout_cause_no_miss(
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 def test_a_changing_learning_rate_causes_no_miss(make, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     misses: list[str] = []
-    miss = hot._miss
-    monkeypatch.setattr(hot, "_miss", lambda info, *rest: misses.append(info.name) or miss(info, *rest))
+    miss = late.miss
+    monkeypatch.setattr(late, "miss", lambda info, *rest: misses.append(info.name) or miss(info, *rest))
 
     def program() -> None:
         mesh = init_device_mesh("cpu", (2,))

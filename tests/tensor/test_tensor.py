@@ -272,11 +272,11 @@ def test_no_write_escapes_a_view_that_moved_data() -> None:
 def test_without_torchs_own_wrapper_constructor(monkeypatch) -> None:
     """Older versions of torch lack the C++ constructor; the one in Python does the same."""
     from dtensor import tensor
-    from dtensor.dispatch import hit as dispatch
+    from dtensor.dispatch import late
     from dtensor.rules.registry import clear_plans
 
     monkeypatch.setattr(tensor, "new", tensor._python_new)
-    monkeypatch.setattr(dispatch, "_new", tensor._python_new)
+    monkeypatch.setattr(late, "new", tensor._python_new)
     clear_plans()  # plans hold the constructor
 
     def f(mesh):
