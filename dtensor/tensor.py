@@ -176,9 +176,9 @@ class DTensor(_Tensor):
 
             local_tensor = run_checks(lambda: _describe(local_tensor, mesh, *given)[:2], mesh, shape is None)
         local, spec, grads = _describe(local_tensor, mesh, *given)
-        if local.requires_grad and torch.is_grad_enabled():
-            return cast(DTensor, _FromLocal.apply(local, spec, grads))
         if local.requires_grad:
+            if torch.is_grad_enabled():
+                return cast(DTensor, _FromLocal.apply(local, spec, grads))
             local = local.detach()
         return cast(DTensor, new(DTensor, local, spec, requires_grad=False))
 
@@ -193,7 +193,7 @@ class DTensor(_Tensor):
         grads = None
         if grad_placements is not None:
             grads = normalize_placements(grad_placements, self._spec.mesh, self.ndim, "to_local(grad_placements=)")
-        if not torch.is_grad_enabled() or not self.requires_grad:
+        if not torch.is_grad_enabled() or not _get_requires_grad(self):
             _read_part(self)
             return self._local_tensor
         if grads is not None:
@@ -725,7 +725,7 @@ def _check_parts(spec: Spec, grads: tuple[Placement, ...], call: str) -> None:
         if mine != its:
             raise ValueError(
                 f"{call}: grad_placements={list(grads)} give the gradient of {spec} a part of {list(its)} where the "
-                f"tensor's is {list(mine)}; use placements that cut the same dims"
+                f"tensor's is {list(mine)}; use placements that shard the same dims"
             )
 
 

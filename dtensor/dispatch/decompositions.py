@@ -1,4 +1,4 @@
-"""An op without a rule, by way of the ops that it is made of: torch's Python decompositions.
+"""An op without a rule, run as the ops that it is made of: torch's Python decompositions.
 
     aten.logit_backward(g: f32[8@dp,4], x: f32[8@dp,4], eps)      no rule; torch writes it with lt, gt, logical_and,
                                                                   sub, mul, div, where: all of them pointwise

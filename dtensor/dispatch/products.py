@@ -1,4 +1,4 @@
-"""Linear layers and products of matrices, seen whole: one step where torch makes many.
+"""Linear layers and products of matrices, fused: one step where torch makes many.
 
 `linear` and `matmul` are composites: above autograd torch takes them apart into views, transposes, `mm` or `bmm`, and
 views again, each of which comes to dispatch, and twice as many in backward. In the layouts of tensor parallelism no op

@@ -25,7 +25,7 @@ generator goes on where it was after that one number.
 A pending tensor counts as replicated here: what is drawn for it must be the same on all positions.
 
 **In `torch.compile`** a generator cannot be seeded: it is state that a graph does not see. A graph draws a number,
-makes it common, and hands it to every random op inside a draw as an argument, by way of one op of this package's
+makes it common, and hands it to every random op inside a draw as an argument of one op of this package's
 (`dtensor::seeded`), which seeds the generator while it runs. So replicas agree, shards differ, and what is computed
 again in backward is the same; the numbers are others than outside of a graph. A graph outlives `equal_seeds()`, so it
 sends its number all the same.

@@ -1,4 +1,4 @@
-"""Results whose collective is put off until something reads them.
+"""Deferred results: their collective is sent when something reads them.
 
 A kernel that ends in a small all-reduce may hand on what this rank has, and how to finish. Its results carry a spec of
 their own kind, `DeferredSpec`, which says pending; the first call that reads one of them sends the collective, for
@@ -55,7 +55,7 @@ class Deferred:
         self._error: Exception | None = None
 
     def value(self, index: int) -> torch.Tensor:
-        """Local tensor of result `index`; finishes what was put off."""
+        """Local tensor of result `index`; sends the collective."""
         if self._finish is not None:
             try:
                 self._check_parts()
@@ -93,7 +93,7 @@ class DeferredSpec(LateSpec):
 
     @classmethod
     def of(cls, final: Spec, axes: Sequence[int], shared: Deferred, index: int) -> DeferredSpec:
-        """The spec of result `index` of what `shared` puts off."""
+        """The spec of result `index` of what `shared` defers."""
         made: DeferredSpec = object.__new__(cls)
         for name in ("mesh", "shape", "stride", "dtype", "tensor_meta", "local_shape", "_bound"):
             setattr(made, name, getattr(final, name))

@@ -73,7 +73,7 @@ def overloads(name: str) -> tuple[Op, ...]:
     ops = tuple(getattr(found, o) for o in overload or known)
     rest = tuple(op for op in ops if not any(a.is_out for a in op._schema.arguments))
     if all(torch.Tag.inplace_view in op.tags for op in rest):
-        raise ValueError(f"{name} runs by way of the form that writes nothing: register a rule for that one")
+        raise ValueError(f"{name} runs as the form that writes nothing: register a rule for that one")
     if all(depends_on_data(op) for op in rest):
         raise ValueError(f"the shape of {name}'s result depends on data, so that it always runs on gathered inputs")
     return rest
@@ -199,7 +199,7 @@ def _dims_misfit(rule: Rule, dims: Dims, shape: tuple[int, ...]) -> str:
         if factors and not whole and math.prod(rule.sizes[f] for f in factors) != size:
             return f"dim {d} has size {size}, its factors have sizes {[rule.sizes[f] for f in factors]}"
         if any(f in seen for f in factors if f not in rule.whole):
-            return f"a factor of dim {d} is also in another dim, so that it cannot be cut: it belongs to `whole`"
+            return f"a factor of dim {d} is also in another dim, so that it cannot be sharded: it belongs to `whole`"
         seen.update(factors)
     return ""
 

@@ -30,7 +30,7 @@ FEW = 4
 """Strategies that are compared by their plans, at most."""
 
 NEAR = 1.5
-"""How much dearer than the cheapest, by the search, a strategy may be that is compared with it."""
+"""A strategy that costs more than this times the cheapest, by the search, is not compared with it."""
 
 
 def move_cost(

@@ -290,7 +290,7 @@ class pattern:  # noqa: N801 - used as a function
         for i, dims in enumerate((*ins, *outs)):
             twice = sorted({f for f in dims if dims.count(f) > 1} - whole)
             if twice:
-                return f"tensor {i} has {twice[0]} in two dims, so that it cannot be cut: it is marked, [{twice[0]}]"
+                return f"tensor {i} has {twice[0]} in two dims, so it cannot be sharded: mark it, [{twice[0]}]"
         named = {"linear": [i for g in linear_groups(self.linear) for i in g.inputs], "addends": list(self.addends)}
         for name, at in named.items():
             if not all(0 <= i < len(ins) for i in at):

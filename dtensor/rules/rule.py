@@ -102,7 +102,7 @@ class Kernel:
     """A strategy with a local part of its own: `factors` may be sharded although they are whole or reduce badly.
 
     Inputs that have the factor are cut on it, the others replicated (addends pending). `outputs[i]` is
-    "shard" (cut on the factor), "replicate" (the kernel makes all positions agree), or a reduction.
+    "shard" (sharded on the factor), "replicate" (the kernel makes all positions agree), or a reduction.
     `run(ctx)` computes the local outputs, or a `dtensor.rules.deferred.PutOff` of several. It may communicate over
     `ctx.axes`: `collectives` times, with `elements` (of the first input's width) put in by the busiest rank, in
     collectives of the kind `moves`, a name of the cost model's.

@@ -268,7 +268,7 @@ def test_distributing_a_transposed_tensor_keeps_views_true() -> None:
 def test_gradient_placements_of_another_shape_are_refused() -> None:
     def f(mesh):
         local = rand(3 if mesh.get_rank() == 0 else 2, 7).requires_grad_()
-        with pytest.raises(ValueError, match="cut the same dims"):
+        with pytest.raises(ValueError, match="shard the same dims"):
             DTensor.from_local(local, mesh, [S0], shape=(5, 7), stride=(7, 1), grad_placements=[S1])
 
     on(2, f)
