@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from dtensor.placement import Replicate
-from dtensor.propagation_rules.build.classes import check_targets
-from dtensor.propagation_rules.loss import accumulation_dtype
+from dtensor.propagation_rules.build import accumulation_dtype, check_targets
 from dtensor.rules.kernel import looks_at_values
 from dtensor.tensor import DTensor
 

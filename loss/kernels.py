@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
+from dtensor.propagation_rules.build import accumulation_dtype, gather_stacked
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, built_in, register
 from dtensor.rules.rule import Dims, Kernel, Rule, linear
@@ -136,7 +136,7 @@ def _classes(ctx: KernelContext, at: int) -> Classes:
 
 def _run_forward(ctx: KernelContext) -> Forward:
     target, classes = ctx.tensor("target"), _classes(ctx, 0)
-    stats = merge(combine_statistics(ctx, row_statistics(ctx.tensor("logits"), target, classes)))
+    stats = merge(gather_stacked(ctx, row_statistics(ctx.tensor("logits"), target, classes)))
     return finish(stats, target, classes, ctx.call["per_row"])
 
 

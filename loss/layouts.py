@@ -9,7 +9,7 @@ import torch
 from dtensor.errors import short
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard, StridedShard
-from dtensor.propagation_rules.loss import accumulation_dtype
+from dtensor.propagation_rules.build import accumulation_dtype
 from dtensor.tensor import DTensor
 
 from .cross_entropy import totals_of

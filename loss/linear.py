@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from dtensor.errors import short
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard, StridedShard
-from dtensor.propagation_rules.loss import accumulation_dtype
+from dtensor.propagation_rules.build import accumulation_dtype
 from dtensor.tensor import DTensor
 
 from . import linear_kernels as _kernels

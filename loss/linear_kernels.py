@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from dtensor.propagation_rules.loss import accumulation_dtype, combine_statistics
+from dtensor.propagation_rules.build import accumulation_dtype, gather_stacked
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, built_in, register
 from dtensor.rules.rule import Dims, Kernel, Rule, linear
@@ -239,7 +239,7 @@ def _run_forward(ctx: KernelContext) -> Forward:
     hidden, weight, target = map(ctx.tensor, ("hidden", "weight", "target"))
     classes, tile = _classes(ctx), (ctx.call["rows"], ctx.call["columns"])
     stats = _statistics(hidden, weight, ctx.optional("bias"), target, classes, tile)
-    return finish(merge(combine_statistics(ctx, stats)), target, classes, ctx.call["per_row"])
+    return finish(merge(gather_stacked(ctx, stats)), target, classes, ctx.call["per_row"])
 
 
 def _backward_rule(call: Call) -> Rule:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.propagation_rules.loss import (
+from dtensor.propagation_rules.build import (
     accumulation_dtype,
-    combine_statistics,
     finite_top,
+    gather_stacked,
     local_max_and_sum,
     log_sum_exp,
 )
@@ -155,7 +155,7 @@ def _classes(ctx: KernelContext, at: int) -> Classes:
 
 def _run_forward(ctx: KernelContext) -> Forward:
     stats = _statistics(ctx.tensor("logits"), ctx.tensor("target"), _classes(ctx, 0))
-    return _finish(combine_statistics(ctx, stats), ctx.call["per_row"])
+    return _finish(gather_stacked(ctx, stats), ctx.call["per_row"])
 
 
 def _backward_rule(call: Call) -> Rule:

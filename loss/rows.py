@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.intervals import Interval
-from dtensor.propagation_rules.build.classes import local_slots
-from dtensor.propagation_rules.loss import accumulation_dtype, finite_top, local_max_and_sum, merged_sums
+from dtensor.propagation_rules.build import accumulation_dtype, finite_top, local_max_and_sum, local_slots, merged_sums
 
 __all__ = [
     "Classes", "Runs", "along_classes", "block_gradient", "block_statistics", "blocks", "class_dim", "finish",

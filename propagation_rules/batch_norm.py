@@ -49,8 +49,7 @@ def _channels(t: torch.Tensor, ndim: int) -> torch.Tensor:
 
 def _rule(call: Call, outputs: Sequence[bool], training: bool, kernel: Kernel) -> Rule:
     """`outputs` says which outputs are like the input; the others have one number a channel."""
-    at = call.index("input")
-    assert at is not None
+    at = call.names.index("input")
     x = call.inputs[at]
     c = 1
     every: Dims = tuple((d,) for d in range(x.ndim))
@@ -138,8 +137,7 @@ def batch_norm_backward(call: Call) -> Rule:
     how = tuple("replicate" if m is None else s for m, s in zip(call.outputs, ("shard", "sum", "sum"), strict=True))
     kernel = Kernel("batch_norm backward", frozenset(), how, _run_backward)
     rule = _rule(call, (True, False, False), bool(call["train"]), kernel)
-    at = call.index("grad_out")
-    assert at is not None
+    at = call.names.index("grad_out")
     apart = bool(call["train"]) and unlike_statistics(call, "save_mean", "weight", *RUNNING)
     return replace(
         rule, linear=(linear(at),), bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) else None,
@@ -156,8 +154,7 @@ def _run_backward(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
     dims = tuple(d for d in range(n) if d != 1)
     own = torch.stack(((grad * scaled).sum(dims), grad.sum(dims)))
     total = ctx.all_reduce(own, "sum")
-    at = ctx.call.index("input")
-    assert at is not None
+    at = ctx.call.names.index("input")
     count = ctx.call.inputs[at].numel // max(ctx.call.inputs[at].shape[1], 1)
     weight = ctx.optional("weight")
     scale = rstd if weight is None else rstd * _channels(weight.to(acc), n)

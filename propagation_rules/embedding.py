@@ -51,41 +51,19 @@ from dtensor.dispatch.composites import (
     whole,
 )
 from dtensor.dispatch.hit import special
-from dtensor.intervals import Interval
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.rules.kernel import KernelContext, looks_at_values
+from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Choice, Dims, Kernel, Rule, linear, passes
 from dtensor.spec import Spec, contiguous_stride
 from dtensor.tensor import DTensor
 
-
-def own_rows(indices: torch.Tensor, runs: tuple[Interval, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slot, elsewhere): the row of the local table that each index means, 0 where it lies on another rank."""
-    if len(runs) == 1:
-        start, length = runs[0]
-        slot = indices - start
-        elsewhere = (slot < 0) | (slot >= length)
-        return slot.masked_fill_(elsewhere, 0), elsewhere
-    slot, elsewhere, before = torch.zeros_like(indices), torch.ones_like(indices, dtype=torch.bool), 0
-    for start, length in runs:
-        inside = (indices >= start) & (indices < start + length)
-        slot = torch.where(inside, indices - (start - before), slot)
-        elsewhere &= ~inside
-        before += length
-    return slot, elsewhere
+from .build.classes import check_indices, local_slots
+from .build.gathered import output_spec
 
 
-def check_indices(call: str, indices: torch.Tensor, rows: int) -> None:
-    """IndexError where an index names no row (on accelerators and in graphs a failed assertion), as on one device."""
-    if indices.numel() == 0 or indices.device.type == "meta":
-        return
-    bad = (indices < 0) | (indices >= rows)
-    if looks_at_values(indices):
-        if bool(bad.any()):
-            raise IndexError(f"{call}: index {int(indices[bad][0])} is out of range for a table of {rows} rows")
-    else:
-        torch._assert_async(~bad.any(), f"{call}: an index is out of range for a table of {rows} rows")
+def _check(call: str, indices: torch.Tensor, rows: int) -> None:
+    check_indices(call, indices, rows, f"out of range for a table of {rows} rows")
 
 
 # ------------------------------------------------------------ lookup
@@ -115,11 +93,11 @@ def embedding(call: Call) -> Rule:
 
 def _run_embedding(ctx: KernelContext) -> torch.Tensor:
     table, indices = ctx.inputs
-    check_indices("embedding", indices, ctx.in_specs[0].shape[0])
+    _check("embedding", indices, ctx.in_specs[0].shape[0])
     if table.shape[0] == 0:
         return table.new_zeros((*indices.shape, table.shape[1]))
-    slot, elsewhere = own_rows(indices, ctx.intervals(0, 0))
-    return torch.nn.functional.embedding(slot, table).masked_fill_(elsewhere.unsqueeze(-1), 0)
+    slot, mine = local_slots(indices, ctx.intervals(0, 0))
+    return torch.nn.functional.embedding(slot, table).masked_fill_(~mine.unsqueeze(-1), 0)
 
 
 # ------------------------------------------------------------ gradient of the table
@@ -160,19 +138,17 @@ def embedding_backward(call: Call) -> Rule:
 
 def _run_embedding_backward(ctx: KernelContext) -> torch.Tensor:
     grad, indices = ctx.inputs
-    out = ctx.out_specs[0]
-    assert out is not None
+    out = output_spec(ctx)
     mesh = out.mesh
     runs = out.intervals_of(mesh.coord)[0] if mesh.coord is not None else ()
     count = sum(length for _, length in runs)
     padding = int(ctx.call["padding_idx"])
-    check_indices("embedding gradient", indices, int(ctx.call["num_weights"]))
-    slot, elsewhere = own_rows(indices, runs)
+    _check("embedding gradient", indices, int(ctx.call["num_weights"]))
+    slot, mine = local_slots(indices, runs)
     if padding >= 0:
-        elsewhere |= indices == padding
-    mine = ~elsewhere
+        mine &= indices != padding
     # One row more than there are, for what lies elsewhere; scaling by frequency counts each row by itself.
-    slot = slot.masked_fill_(elsewhere, count)
+    slot = torch.where(mine, slot, count)
     got: torch.Tensor = torch.ops.aten.embedding_dense_backward(
         grad.masked_fill(~mine.unsqueeze(-1), 0), slot, count + 1, -1, bool(ctx.call["scale_grad_by_freq"])
     )
@@ -198,13 +174,13 @@ def embedding_renorm(call: Call) -> Rule:
 
 def _run_renorm(ctx: KernelContext) -> torch.Tensor:
     table, indices = ctx.inputs
-    check_indices("embedding_renorm_", indices, ctx.in_specs[0].shape[0])
+    _check("embedding_renorm_", indices, ctx.in_specs[0].shape[0])
     limit, order = float(ctx.arguments["max_norm"]), float(ctx.arguments["norm_type"])  # type: ignore[arg-type]
     d = len(ctx.in_specs[1].shape) + 1
     across = tuple(a for a, f in zip(ctx.axes, ctx.factors, strict=True) if f == d)
     named = torch.unique(indices)
-    slot, elsewhere = own_rows(named, ctx.intervals(0, 0))
-    mine = slot[~elsewhere]
+    slot, here = local_slots(named, ctx.intervals(0, 0))
+    mine = slot[here]
     picked = table.index_select(0, mine) if table.shape[0] else table
     if order == float("inf"):
         size = picked.abs().amax(1) if picked.shape[1] else picked.new_zeros(picked.shape[0])

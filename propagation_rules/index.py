@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 
-from dtensor.rules.kernel import KernelContext, looks_at_values
+from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Kernel, Rule, linear, passes
 from dtensor.spec import Spec
 
-from .build.classes import local_slots
+from .build.classes import check_indices, local_slots
 from .build.empty_shards import is_empty_shard
+from .build.gathered import output_spec
 from .build.labelled import every_dim, labelled, share_of, shares_value
 from .scatter import put_at_mask
 
@@ -324,12 +325,7 @@ def checked(call: Call, rule: Rule) -> Rule:
 
 
 def _check(call: Call, index: torch.Tensor, dim: int, n: int) -> None:
-    """IndexError for an index out of range; on accelerators and in graphs a failed assertion."""
-    bad = (index >= n) | (index < -n)
-    if not looks_at_values(index):
-        torch._assert_async(~bad.any(), f"{call.op}: an index is out of bounds for dim {dim} of size {n}")
-    elif bool(bad.any()):
-        raise IndexError(f"{call.op}: index {int(index[bad][0])} is out of bounds for dim {dim} of size {n}")
+    check_indices(str(call.op), index, n, f"out of bounds for dim {dim} of size {n}", -n)
 
 
 def _call(ctx: KernelContext, given: Mapping[str, Any]) -> torch.Tensor:
@@ -417,8 +413,7 @@ def _write(ctx: KernelContext) -> torch.Tensor:
 
 
 def _read(ctx: KernelContext) -> torch.Tensor:
-    x, out = ctx.inputs[0], ctx.out_specs[0]
-    assert out is not None
+    x, out = ctx.inputs[0], output_spec(ctx)
     arguments, short = _entries_here(ctx)
     ctx = replace(ctx, arguments=arguments)
     pointed = _indices_of(ctx)

@@ -28,6 +28,7 @@ from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 from dtensor.spec import Spec
 
 from .build.dtypes import accumulation_dtype
+from .build.gathered import output_spec
 from .pointwise import broadcast_rule, sound_groups
 
 __all__ = ["matrices", "plain_run"]
@@ -208,8 +209,7 @@ def trace(call: Call) -> Rule:
 
 
 def _run_trace(ctx: KernelContext) -> torch.Tensor:
-    x, out = ctx.inputs[0], ctx.out_specs[0]
-    assert out is not None
+    x, out = ctx.inputs[0], output_spec(ctx)
     rows, columns = (ctx.indices(0, d, x.device) for d in (0, 1))
     return torch.where(rows[:, None] == columns, x, torch.zeros_like(x)).sum(dtype=out.dtype)
 

@@ -1,12 +1,9 @@
-"""log_softmax and nll_loss: batch dims are free, the class dim and the mean have kernels.
+"""nll_loss: batch dims are free, the class dim and the mean have kernels.
 
-The class dim `c` is whole for plain strategies. Cut over an axis, each rank holds some classes of every row:
+Only kernels shard the class dim `c`. Sharded over an axis, each rank holds some classes of every row:
 
-    log_softmax           max and sum of exponentials of the own classes, gathered as one small tensor
-                          [2, rows], then combined on every rank alike: x - log(sum)
-    its backward          one all-reduce of the rows' gradient sums
-    nll_loss none, sum    each row's log probability is held by one rank only: pending sum, nothing is sent
-    nll_loss backward     the rank that holds the target's class writes the gradient: nothing is sent
+    none, sum    each row's log probability is held by one rank only: pending sum, nothing is sent
+    backward     the rank that holds the target's class writes the gradient: nothing is sent
 
 The mean is no sum over ranks of local means: ranks may hold different numbers of rows that count (ignored
 targets, class weights, uneven shards). Its kernel all-reduces numerator and denominator together, when the loss
@@ -14,8 +11,8 @@ or its gradient is first wanted (`dtensor.rules.deferred`):
 
     rank 0: targets 1 2 (both count)     rank 1: targets 3 -100     mean = (l0 + l1 + l2) / 3
 
-The kernels are given no cost: they send one or two numbers a row or put that off, and what follows a sharded
-log_softmax wants it sharded alike. Sums are taken in float32 for lower precisions.
+The kernels are given no cost: they send two numbers, deferred, and what follows a sharded log_softmax wants it sharded
+alike. Sums are taken in float32 for lower precisions.
 
 Losses that compare two tensors element by element: mse, smooth l1, huber, binary cross entropy, soft margin.
 
@@ -55,102 +52,19 @@ import torch
 from dtensor.rules.deferred import PutOff
 from dtensor.rules.kernel import KernelContext, looks_at_values, traced
 from dtensor.rules.registry import Call, register
-from dtensor.rules.rule import Bind, Dims, Kernel, Linear, Rule, linear
+from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
 from dtensor.spec import Spec
 
 from .build.classes import bad_targets, check_targets, local_slots, named_target, out_of_bounds
-from .build.empty_shards import is_empty_shard
+from .build.dtypes import accumulation_dtype
+from .build.empty_shards import is_empty_shard, zeros_of
+from .build.gathered import output_spec
 from .build.labelled import labelled
 from .pointwise import NUMBERS, broadcast_dims, broadcast_shape
 
 NONE, MEAN, SUM = 0, 1, 2
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are taken in: float32 for lower precisions."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-# ------------------------------------------------------------ log_softmax
-def log_softmax(call: Call) -> Rule:
-    """Every dim a factor; the softmax dim whole, with a kernel."""
-    shape = tuple(call.inputs[0].shape)
-    dims: Dims = tuple((d,) for d in range(len(shape)))
-    if not dims:
-        return Rule((dims,), (dims,), ())
-    c = call.dim()
-    kernel = Kernel("log_softmax", frozenset({c}), ("shard",), _run_log_softmax)
-    return Rule((dims,), (dims,), shape, frozenset({c}), kernels=(kernel,))
-
-
-def combine_statistics(ctx: KernelContext, stats: torch.Tensor) -> torch.Tensor:
-    """Statistics of all positions of the kernel's axes, stacked in front: [positions, *stats.shape]."""
-    mesh = ctx.in_specs[0].mesh
-    comm = mesh.comm(ctx.axes)
-    return torch.stack(comm.all_gather(stats, [tuple(stats.shape)] * comm.size))
-
-
-def finite_top(top: torch.Tensor) -> torch.Tensor:
-    """A maximum that can be subtracted: 0 in place of -inf."""
-    return torch.where(top == float("-inf"), torch.zeros_like(top), top)
-
-
-def local_max_and_sum(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Max over `dim` and sum of exp(x - max), both with `dim` kept; -inf and 0 for an empty shard."""
-    if x.shape[dim] == 0:
-        low = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), float("-inf"))
-        return low, torch.zeros_like(low)
-    top = x.amax(dim, keepdim=True)
-    return top, (x - finite_top(top)).exp_().sum(dim, keepdim=True)
-
-
-def merged_sums(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Max and sum of exp(x - max) of all positions, from theirs, stacked in front."""
-    top = tops.amax(0)
-    scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
-    return top, (sums * scale).sum(0)
-
-
-def log_sum_exp(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max, log(sum(exp(x - max)))) from the positions' maxima and sums, stacked in front.
-
-    They are kept apart: added up, large logits would take the logarithm's digits.
-    """
-    top, total = merged_sums(tops, sums)
-    return top, total.log()
-
-
-def _run_log_softmax(ctx: KernelContext) -> torch.Tensor:
-    out = ctx.out_specs[0]
-    assert out is not None
-    x = ctx.inputs[0]
-    x = x.to(accumulation_dtype(x.dtype))
-    dim = ctx.call.dim()
-    stats = combine_statistics(ctx, torch.stack(local_max_and_sum(x, dim)))
-    top, log_sum = log_sum_exp(stats[:, 0], stats[:, 1])
-    return (x - top - log_sum).to(out.dtype)
-
-
-def log_softmax_backward(call: Call) -> Rule:
-    """grad - exp(output) * sum(grad): linear in the gradient; a kernel for the softmax dim."""
-    shape = tuple(call.inputs[0].shape)
-    dims: Dims = tuple((d,) for d in range(len(shape)))
-    if not dims:
-        return Rule((dims, dims), (dims,), (), linear=(linear(0),))
-    c = call.dim()
-    kernel = Kernel("log_softmax backward", frozenset({c}), ("shard",), _run_log_softmax_backward)
-    return Rule((dims, dims), (dims,), shape, frozenset({c}), linear=(linear(0),), kernels=(kernel,))
-
-
-def _run_log_softmax_backward(ctx: KernelContext) -> torch.Tensor:
-    spec = ctx.out_specs[0]
-    assert spec is not None
-    grad, out = ctx.inputs
-    grad = grad.to(accumulation_dtype(grad.dtype))
-    total = ctx.all_reduce(grad.sum(ctx.call.dim(), keepdim=True), "sum")
-    return (grad - out.to(grad.dtype).exp() * total).to(spec.dtype)
 
 
 # ------------------------------------------------------------ nll_loss
@@ -160,8 +74,7 @@ def _class_dim(ndim: int) -> int:
 
 def _nll_dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
     """Class dim, sizes of the factors (one a dim of `self`), and the dims of every tensor by argument name."""
-    at = call.index("self")
-    assert at is not None
+    at = call.names.index("self")
     shape = tuple(call.inputs[at].shape)
     c = _class_dim(len(shape))
     rows: Dims = tuple((d,) for d in range(len(shape)) if d != c)
@@ -194,8 +107,7 @@ def nll_loss(call: Call) -> Rule:
 
 def _mine(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Local log probabilities, slots, which rows count here, and their class weights."""
-    at = ctx.call.index("self")
-    assert at is not None
+    at = ctx.call.names.index("self")
     x, target, weight = ctx.tensor("self"), ctx.tensor("target"), ctx.optional("weight")
     c, ignore = _class_dim(x.ndim), int(ctx.call["ignore_index"])
     if not _agrees(ctx, target):
@@ -218,8 +130,7 @@ def _agrees(ctx: KernelContext, target: torch.Tensor) -> bool:
 
 def _run_nll(ctx: KernelContext) -> Pair | PutOff:
     x, slot, mine, weight = _mine(ctx)
-    out, total_spec = ctx.out_specs
-    assert out is not None and total_spec is not None
+    out, total_spec = output_spec(ctx), output_spec(ctx, 1)
     reduction, c, acc = ctx.call["reduction"], _class_dim(x.ndim), accumulation_dtype(x.dtype)
     zero = torch.zeros(mine.shape, dtype=acc, device=x.device)
     if x.shape[c] == 0:
@@ -242,8 +153,7 @@ def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype
 
     Outside of a trace the all-reduce waits until the loss or its gradient is wanted, and the error with it.
     """
-    target, at, ignore = ctx.tensor("target"), ctx.call.index("self"), int(ctx.call["ignore_index"])
-    assert at is not None
+    target, at, ignore = ctx.tensor("target"), ctx.call.names.index("self"), int(ctx.call["ignore_index"])
     name, shape = str(ctx.call.op), ctx.in_specs[at].shape
     classes, which = shape[_class_dim(len(shape))], "a target on another rank"
     sums = list(own)
@@ -291,8 +201,6 @@ def _run_nll_backward(ctx: KernelContext) -> torch.Tensor:
     return out.scatter_(c, slot.unsqueeze(c), rows.unsqueeze(c).to(out.dtype))
 
 
-register("aten._log_softmax", log_softmax)
-register("aten._log_softmax_backward_data", log_softmax_backward)
 register("aten.nll_loss_forward aten.nll_loss2d_forward", nll_loss)
 register("aten.nll_loss_backward aten.nll_loss2d_backward", nll_loss_backward)
 
@@ -308,24 +216,29 @@ def _dims(call: Call) -> tuple[torch.Size, tuple[Dims, ...]]:
     return shape, dims
 
 
-def _over_count(call: Call, elements: int) -> Bind:
-    """The op with reduction=sum, over the global count, wherever an input is cut."""
-    count = elements or math.nan  # the mean of nothing
-    op = call.op
+def _over_count(op: torch._ops.OpOverload, count: int) -> Callable[..., object]:
+    """The op with reduction=sum, what it gives first divided by the global `count`."""
     at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "reduction")
+    over = count or math.nan  # the mean of nothing
 
-    def bind(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Callable[..., object] | None:
-        if not any(s.is_sharded_on(d) for s in ins for d in range(s.ndim)):
-            return None
+    def run(*args: Any, **kwargs: Any) -> object:
+        if at < len(args):
+            args = (*args[:at], SUM, *args[at + 1 :])
+        else:
+            kwargs = {**kwargs, "reduction": SUM}
+        got = op(*args, **kwargs)
+        return got / over if isinstance(got, torch.Tensor) else (got[0] / over, *got[1:])
 
-        def run(*args: object, **kwargs: object) -> object:
-            if at < len(args):
-                return op(*args[:at], SUM, *args[at + 1 :], **kwargs) / count
-            return op(*args, **{**kwargs, "reduction": SUM}) / count
+    return run
 
-        return run
 
-    return bind
+def _mean_of_shards(call: Call, rule: Rule, elements: int) -> Rule:
+    """`rule`; where an input of a mean is sharded, the shard's sum over the number of all elements."""
+    if call["reduction"] != MEAN:
+        return rule
+    run = _over_count(call.op, elements)
+    sharded = lambda ins: any(s.is_sharded_on(d) for s in ins for d in range(s.ndim))  # noqa: E731
+    return replace(rule, bind=lambda ins, outs: run if sharded(ins) else None)
 
 
 def loss(call: Call) -> Rule:
@@ -333,18 +246,15 @@ def loss(call: Call) -> Rule:
     shape, dims = _dims(call)
     if call["reduction"] == NONE:
         return Rule(dims, (tuple((d,) for d in range(len(shape))),), tuple(shape))
-    rule = Rule(dims, ((),), tuple(shape))
-    return replace(rule, bind=_over_count(call, math.prod(shape))) if call["reduction"] == MEAN else rule
+    return _mean_of_shards(call, Rule(dims, ((),), tuple(shape)), math.prod(shape))
 
 
 def loss_backward(call: Call) -> Rule:
     """Its gradient: pointwise, and linear in the incoming gradient."""
     shape, dims = _dims(call)
-    at = call.index("grad_output")
-    assert at is not None
+    at = call.names.index("grad_output")
     outs = tuple(() if m is None else broadcast_dims(m.shape, shape) for m in call.outputs)
-    rule = Rule(dims, outs, tuple(shape), linear=(linear(at),))
-    return replace(rule, bind=_over_count(call, math.prod(shape))) if call["reduction"] == MEAN else rule
+    return _mean_of_shards(call, Rule(dims, outs, tuple(shape), linear=(linear(at),)), math.prod(shape))
 
 
 register(
@@ -361,8 +271,7 @@ register(
 
 def margin_loss(call: Call) -> Rule:
     """Forward and backward: the tensors are known by their names."""
-    at = call.index("self")
-    assert at is not None
+    at = call.names.index("self")
     x, none = call.inputs[at], call["reduction"] == NONE
     row: list[Hashable] = ["n"] if x.ndim == 2 else []
     per_row: list[Hashable] = row if none else []
@@ -387,29 +296,12 @@ def margin_loss(call: Call) -> Rule:
 
 
 def _over_rows(call: Call, x: Spec, outs: Sequence[Spec | None]) -> Callable[..., object] | None:
-    """The op with reduction=sum, over the global number of rows, where they are cut; zeros where there are none."""
+    """What a rank runs where rows are sharded: a mean over the global number of rows; zeros where there are none."""
     if not x.is_sharded_on(0) or x.ndim < 2:
         return None
-    op, mean = call.op, call["reduction"] == MEAN
-    at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "reduction")
-    empty = is_empty_shard(x)
-
-    def run(*args: Any, **kwargs: Any) -> object:
-        if empty:
-            made = tuple(
-                None if s is None else args[0].new_zeros(s.local_shape, dtype=s.dtype) for s in outs
-            )  # fmt: skip
-            return made[0] if len(made) == 1 else made
-        if not mean:
-            return op(*args, **kwargs)
-        if at < len(args):
-            args = (*args[:at], SUM, *args[at + 1 :])
-        else:
-            kwargs = {**kwargs, "reduction": SUM}
-        got = op(*args, **kwargs)
-        return got / x.shape[0] if isinstance(got, torch.Tensor) else (got[0] / x.shape[0], *got[1:])
-
-    return run
+    if is_empty_shard(x):
+        return zeros_of(outs)
+    return _over_count(call.op, x.shape[0]) if call["reduction"] == MEAN else None
 
 
 register(

@@ -48,8 +48,7 @@ def _normalised(call: Call) -> tuple[int, ...]:
 
 
 def _at(call: Call, name: str) -> int:
-    at = call.index(name)
-    assert at is not None
+    at = call.names.index(name)
     return at
 
 
@@ -189,8 +188,7 @@ register("aten._fused_rms_norm_backward", rms_norm_backward)
 
 def group_norm(call: Call) -> Rule:
     """Forward and backward: the tensors are known by their names."""
-    at = call.index("input")
-    assert at is not None
+    at = call.names.index("input")
     x = call.inputs[at]
     groups = call["group"]
     n, g, q = 0, 1, 2

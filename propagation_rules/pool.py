@@ -38,6 +38,7 @@ from dtensor.spec import Spec, TensorMeta
 
 from .build.dtypes import is_exact
 from .build.empty_shards import zeros_of
+from .build.gathered import output_spec
 from .build.halo import Halo
 from .build.labelled import labelled
 
@@ -251,8 +252,7 @@ def _op(name: str, view: _View) -> Any:
 # ------------------------------------------------------------ averages
 def run_average(ctx: KernelContext) -> torch.Tensor:
     """`avg_pool2d` and `avg_pool3d`."""
-    spec = ctx.out_specs[0]
-    assert spec is not None
+    spec = output_spec(ctx)
     view = _View.of(ctx, ctx.in_specs[0], spec)
     x = view.image(ctx.inputs[0])
     if 0 in spec.local_shape:
@@ -278,8 +278,7 @@ def run_average_backward(ctx: KernelContext) -> torch.Tensor:
 # ------------------------------------------------------------ maxima
 def run_largest(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     """`max_pool2d_with_indices` and `max_pool3d_with_indices`."""
-    spec = ctx.out_specs[0]
-    assert spec is not None
+    spec = output_spec(ctx)
     view = _View.of(ctx, ctx.in_specs[0], spec)
     x = view.image(ctx.inputs[0])
     if 0 in spec.local_shape:

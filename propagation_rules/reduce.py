@@ -253,7 +253,7 @@ def aminmax(call: Call) -> Rule:
 def _run_aminmax(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     x = ctx.inputs[0]
     gone = reduced_dims(ctx.call)
-    low, high = (_output(ctx.out_specs[i : i + 1]) for i in (0, 1))
+    low, high = (output_spec(ctx, i) for i in (0, 1))
     if not all(x.shape[d] for d in gone):
         return (
             x.new_full(low.local_shape, least(x.dtype, "min")),

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.rules.kernel import KernelContext, looks_at_values
+from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Kernel, Rule, linear, passes
 from dtensor.spec import Spec
 
-from .build.classes import local_slots
+from .build.classes import check_indices, local_slots
 from .build.labelled import every_dim, labelled
 from .pointwise import broadcast_rule
 
@@ -64,13 +64,9 @@ def put(call: Call) -> Rule:
 def _flat_slots(ctx: KernelContext, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For each global flat index the local one, 0 where it lies elsewhere, and whether it lies here."""
     spec, n = ctx.in_specs[0], ctx.in_specs[0].numel
-    bad = (index >= n) | (index < -n)
-    if looks_at_values(index):
-        if bool(bad.any()):
-            raise IndexError(f"{ctx.call.op}: index {int(index[bad][0])} is out of range for {n} elements")
-    else:
-        torch._assert_async(~bad.any(), f"{ctx.call.op}: an index is out of range for {n} elements")
-    rest, flat, mine, step = torch.where(index < 0, index + n, index), torch.zeros_like(index), ~bad, 1
+    check_indices(str(ctx.call.op), index, n, f"out of range for {n} elements", -n)
+    rest, flat, step = torch.where(index < 0, index + n, index), torch.zeros_like(index), 1
+    mine = torch.ones_like(index, dtype=torch.bool)
     for d in reversed(range(spec.ndim)):
         slot, here = local_slots(rest % spec.shape[d], ctx.intervals(0, d))
         rest, flat, mine, step = rest // spec.shape[d], flat + slot * step, mine & here, step * ctx.inputs[0].shape[d]

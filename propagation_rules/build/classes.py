@@ -1,4 +1,4 @@
-"""Which of the classes that targets name lie in this rank's shard of the class dim, and where in it."""
+"""Which of the entries that indices or targets name lie in this rank's shard of a dim, and where in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from dtensor.intervals import Interval
 from dtensor.rules.kernel import looks_at_values
 
-__all__ = ["bad_targets", "check_targets", "local_slots", "named_target", "out_of_bounds"]
+__all__ = ["bad_targets", "check_indices", "check_targets", "local_slots", "named_target", "out_of_bounds"]
 
 
 def local_slots(target: torch.Tensor, runs: Sequence[Interval]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +48,17 @@ def out_of_bounds(call: str, which: object, classes: int) -> str:
 def named_target(target: torch.Tensor, bad: torch.Tensor) -> str:
     """The first target that is bad, for an error."""
     return f"target {int(target[bad].flatten()[0])}"
+
+
+def check_indices(call: str, index: torch.Tensor, n: int, of: str, lowest: int = 0) -> None:
+    """IndexError where an index is not in [lowest, n) (on accelerators, in graphs: a failed assertion)."""
+    if index.numel() == 0 or index.device.type == "meta":
+        return
+    bad = (index < lowest) | (index >= n)
+    if not looks_at_values(index):
+        torch._assert_async(~bad.any(), f"{call}: an index is {of}")
+    elif bool(bad.any()):
+        raise IndexError(f"{call}: index {int(index[bad][0])} is {of}")
 
 
 def check_targets(call: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:

@@ -15,7 +15,10 @@ import torch
 from dtensor.rules.kernel import KernelContext
 from dtensor.spec import Spec
 
-__all__ = ["as_bits", "from_bits", "gather_stacked", "output_spec"]
+__all__ = [
+    "as_bits", "finite_top", "from_bits", "gather_stacked", "local_max_and_sum", "log_sum_exp", "merged_sums",
+    "output_spec",
+]  # fmt: skip
 
 
 def gather_stacked(ctx: KernelContext, x: torch.Tensor) -> torch.Tensor:
@@ -41,3 +44,34 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
 def from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `as_bits` was made from."""
     return bits.contiguous().view(torch.float64).to(dtype) if dtype.is_floating_point else bits.to(dtype)
+
+
+# ------------------------------------------------------------ softmax
+def finite_top(top: torch.Tensor) -> torch.Tensor:
+    """A maximum that can be subtracted: 0 in place of -inf."""
+    return torch.where(top == float("-inf"), torch.zeros_like(top), top)
+
+
+def local_max_and_sum(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max over `dim` and sum of exp(x - max), both with `dim` kept; -inf and 0 for an empty shard."""
+    if x.shape[dim] == 0:
+        low = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), float("-inf"))
+        return low, torch.zeros_like(low)
+    top = x.amax(dim, keepdim=True)
+    return top, (x - finite_top(top)).exp_().sum(dim, keepdim=True)
+
+
+def merged_sums(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Max and sum of exp(x - max) of all positions, from theirs, stacked in front."""
+    top = tops.amax(0)
+    scale = torch.where(sums == 0, torch.zeros_like(tops), (tops - top).exp())
+    return top, (sums * scale).sum(0)
+
+
+def log_sum_exp(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(max, log(sum(exp(x - max)))) from the positions' maxima and sums, stacked in front.
+
+    They are kept apart: added up, large logits would take the logarithm's digits.
+    """
+    top, total = merged_sums(tops, sums)
+    return top, total.log()

@@ -1,1 +1,3 @@
 """Types of `propagation_rules.build`."""
+
+from propagation_rules.build import *

@@ -1,1 +1,0 @@
-from propagation_rules.build.classes import *

@@ -1,1 +1,0 @@
-from propagation_rules.loss import *
