@@ -36,7 +36,7 @@ from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
 from .cross_entropy import cross_entropy
-from .layouts import check_index_dtype, check_options, check_weight, cuts, distributed, known_totals, moved
+from .layouts import check_index_dtype, check_options, check_weight, distributed, known_totals, moved, shards
 from .linear import linear_cross_entropy
 from .rows import class_dim
 
@@ -197,7 +197,7 @@ def _of_plain(func: Callable[..., Any], logits: torch.Tensor, args: tuple[Any, .
 
 
 def _is_piece(logits: torch.Tensor) -> bool:
-    """Whether `logits` come, by ops of one input, from the local tensor of a DTensor whose classes are cut."""
+    """Whether `logits` come, by ops of one input, from the local tensor of a DTensor whose classes are sharded."""
     node = logits.grad_fn
     while node is not None:
         spec = getattr(node, "spec", None)
@@ -215,7 +215,7 @@ def _plain_text(func: Callable[..., Any], logits: torch.Tensor, what: str) -> st
     return (
         f"{func.__name__} inside loss_parallel(): the logits are a plain tensor, which is taken as all classes\n"
         f"  got: {str(logits.dtype).removeprefix('torch.')}{list(logits.shape)}, {what}\n"
-        "  rule: logits that are cut by class must be a DTensor\n"
+        "  rule: logits sharded by class must be a DTensor\n"
         "  fix: ColwiseParallel(use_local_output=False) for the layer that gives them, or "
         f"DTensor.from_local(logits, mesh, [Shard({class_dim(logits.ndim)})])"
     )
@@ -225,7 +225,7 @@ def _plain_text(func: Callable[..., Any], logits: torch.Tensor, what: str) -> st
 def _class_axis(call: str, logits: DTensor) -> int:
     """The mesh axis that shards the class dim; ValueError when it is not one."""
     c = class_dim(logits.ndim)
-    axes = [a for a, p in enumerate(logits.placements) if cuts(p, c)]
+    axes = [a for a, p in enumerate(logits.placements) if shards(p, c)]
     if len(axes) != 1:
         raise ValueError(
             f"{call} inside loss_parallel(): the class dim (dim {c}) must be sharded on exactly one mesh axis\n"

@@ -1,7 +1,7 @@
 """The operators behind `loss_parallel`: cross entropy in one piece, with rules for sharded classes.
 
 `F.cross_entropy` is log_softmax followed by nll_loss, and over sharded classes each of them communicates.
-In one piece a single small gather is enough. Per row i, with classes cut over k ranks:
+In one piece a single small gather is enough. Per row i, with classes sharded over k ranks:
 
     every rank     its statistics of every row: max, sum exp(x - max), x_it if it holds class t_i
     one gather     k such triples of every row (and two more numbers for label smoothing)

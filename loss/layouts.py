@@ -14,7 +14,7 @@ from dtensor.tensor import DTensor
 
 from .cross_entropy import totals_of
 
-__all__ = ["check_index_dtype", "check_options", "check_weight", "cuts", "distributed", "known_totals", "moved"]
+__all__ = ["check_index_dtype", "check_options", "check_weight", "shards", "distributed", "known_totals", "moved"]
 
 
 def check_options(call: str, reduction: str, label_smoothing: float) -> None:
@@ -31,7 +31,7 @@ def check_index_dtype(call: str, target: torch.Tensor) -> None:
         raise RuntimeError(f"{call}: a target of class indices must be of an integer type, got {target.dtype}")
 
 
-def cuts(p: Placement, dim: int) -> bool:
+def shards(p: Placement, dim: int) -> bool:
     """True where `p` shards dim `dim`."""
     return isinstance(p, (Shard, StridedShard)) and p.dim == dim
 

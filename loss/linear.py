@@ -39,10 +39,10 @@ from .layouts import (
     check_index_dtype,
     check_options,
     check_weight,
-    cuts,
     distributed,
     known_totals,
     moved,
+    shards,
 )
 
 __all__ = ["linear_cross_entropy"]
@@ -170,7 +170,7 @@ def _layout(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[DeviceMesh, lis
             "  fix: distribute_tensor(weight, mesh, [Shard(0)]), or parallelize the layer that holds it"
         )
     mesh = weight.device_mesh
-    cut = [a for a, p in enumerate(weight.placements) if cuts(p, 0)]
+    cut = [a for a, p in enumerate(weight.placements) if shards(p, 0)]
     if not isinstance(hidden, DTensor):
         if len(cut) < mesh.ndim:
             raise ValueError(

@@ -12,8 +12,8 @@ dropped. A tile of classes is merged with the next as what a rank holds is merge
 
 Backward makes every tile again, turns it into the gradient of its logits, and adds it to three sums:
 
-    hidden   G W       a sum over the classes: pending over the axis that cuts them (nothing is sent here)
-    weight   G^T h     a sum over the rows: taken in float32; pending over axes that cut rows
+    hidden   G W       a sum over the classes: pending over the axis that shards them (nothing is sent here)
+    weight   G^T h     a sum over the rows: taken in float32; pending over axes that shard rows
     bias     sum G
 
 So a call keeps two numbers a row, and works in the space of one tile, whatever the number of rows and classes. The

@@ -1,14 +1,14 @@
-"""Convolutions: batch, groups and channels are free; spatial dims are cut with a halo of neighbours' rows.
+"""Convolutions: batch, groups and channels are free; spatial dims are sharded with a halo of neighbours' rows.
 
-    convolution     n (g c) [h] [w], (g o) c 1 1, (g o) -> n (g o) [h'] [w']     the bias is an addend where c is cut
+    convolution     n (g c) [h] [w], (g o) c 1 1, (g o) -> n (g o) [h'] [w']     bias: an addend where c is sharded
     transposed      n (g c) [h] [w], (g c) o 1 1, (g o) -> n (g o) [h'] [w']
     its backward    gradients that lack n are pending sums
 
-`g` is there with groups only; cutting it leaves each rank with fewer of them. `h` and `h'` differ in size but are
-cut alike, by a kernel: it brings in the rows that this rank's outputs look at (`halo`), writes the padding out
+`g` is there with groups only; sharding it leaves each rank with fewer of them. `h` and `h'` differ in size but are
+sharded alike, by a kernel: it brings in the rows that this rank's outputs look at (`halo`), writes the padding out
 and runs the op on what is then an ordinary small image; backward runs the op's backward on the same image and
 gives the foreign rows' gradients back. Where a window is one row and steps by one, spatial dims are free.
-The gradient of the bias lacks the input's channels without being a sum over them: where those are cut, all ranks
+The gradient of the bias lacks the input's channels without being a sum over them: where those are sharded, all ranks
 but the first give zeros.
 """
 
@@ -153,7 +153,7 @@ def convolution_backward(call: Call) -> Rule | None:
 
 
 def _silent(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> bool:
-    """True where this rank's gradient of the bias repeats another's: the input's channels are cut, the gradient not."""
+    """True where this rank's gradient of the bias repeats another's: only the input's channels are sharded."""
     grad, bias = ins[0], outs[2]
     if bias is None or grad.mesh.coord is None:
         return False
@@ -165,7 +165,7 @@ def _silent(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> bool:
 
 # ------------------------------------------------------------ spatial dims
 def _halos(ctx: KernelContext, x: int, y: Spec) -> dict[int, Halo]:
-    """Spatial dim (counted from 0) -> its halo, for the dims that the kernel's axes cut. `x` is the input's place."""
+    """Spatial dim (counted from 0) -> its halo, for the dims that the kernel's axes shard. `x` is the input's place."""
     out = {}
     for i, axis in enumerate(_axes(ctx.call)):
         along = [a for a, f in zip(ctx.axes, ctx.factors, strict=True) if f == SPACE + i]
@@ -182,14 +182,14 @@ def _image(ctx: KernelContext, x: torch.Tensor, halos: Mapping[int, Halo]) -> to
 
 @dataclass(slots=True)
 class _Frame:
-    """How the rows at hand of one cut dim lie in what the op sees: zeros before and after, then what is cropped."""
+    """How the rows at hand of one sharded dim lie in what the op sees: zeros before and after, then what is cropped."""
 
     before: int
     after: int
 
 
 def _frames(ctx: KernelContext, halos: Mapping[int, Halo]) -> dict[int, _Frame]:
-    """Per cut dim what to add to (negative: take off) the op's rows.
+    """Per sharded dim what to add to (negative: take off) the op's rows.
 
     Not transposed: padding around the input. Transposed: around the output of the op without padding, so that
     it becomes this rank's rows.
@@ -207,7 +207,7 @@ def _frames(ctx: KernelContext, halos: Mapping[int, Halo]) -> dict[int, _Frame]:
 
 
 def _pad(x: torch.Tensor, frames: Mapping[int, _Frame], sign: int = 1) -> torch.Tensor:
-    """Zeros around the cut dims, rows off where negative; with sign -1 the reverse."""
+    """Zeros around the sharded dims, rows off where negative; with sign -1 the reverse."""
     width = [0] * (2 * (x.ndim - 2))
     for i, f in frames.items():
         at = 2 * (x.ndim - 3 - i)
@@ -216,7 +216,7 @@ def _pad(x: torch.Tensor, frames: Mapping[int, _Frame], sign: int = 1) -> torch.
 
 
 def _settings(ctx: KernelContext, halos: Mapping[int, Halo]) -> tuple[Any, ...]:
-    """Stride, padding, dilation, transposed, output padding and groups; nothing is padded where a dim is cut."""
+    """Stride, padding, dilation, transposed, output padding and groups; nothing is padded where a dim is sharded."""
     n, call = ctx.call["input"].ndim - 2, ctx.call
     off = lambda name: [0 if i in halos else v for i, v in enumerate(_each(call[name], n))]  # noqa: E731
     return (

@@ -1,12 +1,12 @@
 """Diagonals: taken out, put back, put among zeros.
 
-Of a matrix whose rows (or columns) are cut, each rank holds the part of the diagonal that crosses them:
+Of a matrix whose rows (or columns) are sharded, each rank holds the part of the diagonal that crosses them:
 
     4 x 4 on 2 ranks, offset 1      rows [0, 2) hold entries 0 1, rows [2, 4) entry 2       as they lie
                                     the diagonal of 3 over 2 ranks is 0 1 | 2               as they leave
 
 A kernel reads or writes that part and exchanges it (`build.exchange`) with the even shards of the diagonal
-as a dim of its own. Where both dims are cut, by two axes, one of them is moved.
+as a dim of its own. Where both dims are sharded, by two axes, one of them is moved.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dtensor.rules.rule import Linear, Rule, passes
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 
-from .build.exchange import Places, Run, cutting, exchange, places
+from .build.exchange import Places, Run, axes_of, exchange, places
 from .build.exchange_rules import MOVES, exchanging
 from .build.gathered import output_spec
 from .build.labelled import labelled, local_size
 
-CUT = "diagonal"  # the label of the dim that is cut, of the two, and of the diagonal
+CUT = "diagonal"  # the label of the dim that is sharded, of the two, and of the diagonal
 
 
 def _labels(n: int, call: Call, cut: int) -> tuple[list[Hashable], list[Hashable]]:
@@ -43,9 +43,9 @@ def _pair(call: Call, n: int) -> tuple[int, int]:
 
 
 def _cut_dim(call: Call, matrix: Spec | None, n: int) -> int:
-    """The dim of the pair that the kernel cuts: the first one, unless the second is cut and the first is not."""
+    """The dim of the pair that the kernel shards: the first one, unless the second is sharded and the first is not."""
     first, second = _pair(call, n)
-    return second if matrix is not None and cutting(matrix, second) and not cutting(matrix, first) else first
+    return second if matrix is not None and axes_of(matrix, second) and not axes_of(matrix, first) else first
 
 
 # ------------------------------------------------------------ rules
@@ -101,8 +101,8 @@ def _crossing(call: Call, matrix: Spec, cut: int) -> tuple[int, int, Places, Pla
 
 
 def _index(ctx: KernelContext, matrix: Spec, cut: int, held: Places, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Where this rank's part of the diagonal lies: local index and global index of the dim that is cut."""
-    axes = cutting(matrix, cut)
+    """Where this rank's part of the diagonal lies: local index and global index of the dim that is sharded."""
+    axes = axes_of(matrix, cut)
     at = matrix.mesh.comm(axes).rank if axes else 0
     local, world, before = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
     for start, length in places(matrix, cut)[at]:
@@ -121,7 +121,7 @@ def _take(ctx: KernelContext, cut: int) -> torch.Tensor:
     mine = x.movedim((cut, other), (-2, -1))[..., local, world + shift]
     last = out.ndim - 1
     (made,) = exchange(
-        out.mesh, cutting(spec, cut), last, [mine], [Run(0, 0, out.shape[last])], [entries], [places(out, last)]
+        out.mesh, axes_of(spec, cut), last, [mine], [Run(0, 0, out.shape[last])], [entries], [places(out, last)]
     )
     return in_order(made, out.stride)
 
@@ -131,7 +131,7 @@ def _put(ctx: KernelContext, cut: int) -> torch.Tensor:
     other, shift, held, entries = _crossing(ctx.call, out, cut)
     last = spec.ndim - 1
     (mine,) = exchange(
-        out.mesh, cutting(spec, last), last, [src.to(out.dtype)], [Run(0, 0, spec.shape[last])],
+        out.mesh, axes_of(spec, last), last, [src.to(out.dtype)], [Run(0, 0, spec.shape[last])],
         [places(spec, last)], [entries],
     )  # fmt: skip
     whole = ctx.inputs[0].clone() if len(ctx.inputs) > 1 else mine.new_zeros(out.local_shape)

@@ -1,6 +1,6 @@
 """Embedding tables: the dims of the indices and the width are free; the vocabulary `v` has kernels.
 
-With the vocabulary cut, each rank holds some rows of the table, looks up the indices that fall into them and
+With the vocabulary sharded, each rank holds some rows of the table, looks up the indices that fall into them and
 gives zeros for the rest. What comes out is an ordinary pending sum: nothing about the indices is kept, so it can
 be used, reduced and differentiated like any other, any number of times.
 
@@ -10,22 +10,22 @@ The gradient of the table can be made shard by shard too: a rank adds up the row
 op does not see the table, only its number of rows; from its inputs alone the whole gradient and a sharded one
 cost the same. So a lookup that needs a gradient is a step of autograd of its own, which gives that number as
 `dtensor.dispatch.composites.Rows`: it knows how the table lies, and a strategy whose gradient would have to move again
-to lie like the table is priced with that move. So the kernel is free where the table is cut by rows and costs a gather
-where it is not, and a rank makes no gradient of the whole table where another way is cheaper:
+to lie like the table is priced with that move. So the kernel is free where the table is sharded by rows and costs
+a gather where it is not, and a rank makes no gradient of the whole table where another way is cheaper:
 
-    table 8@tp of [v, d], gradient of the output cut by rows of the batch, b of them
+    table 8@tp of [v, d], gradient of the output sharded by rows of the batch, b of them
     as it comes     a whole [v, d] on every rank, pending, then a reduce-scatter      v*d*(k-1)/k received
-    cut by width    all-to-all to cut d, the gradient cut by d, all-to-all to cut v   (b*d + v*d)/k*(k-1)/k
+    sharded by width    all-to-all to shard d, the gradient sharded by d, all-to-all to shard v   (b*d + v*d)/k*(k-1)/k
     kernel for v    the output's gradient is gathered                                 b*d*(k-1)/k
 
 Bags of embeddings: sums, means or maxima of looked-up rows.
 
-    everything replicated, or the table cut by width     the op itself, on each rank's columns
+    everything replicated, or the table sharded by width     the op itself, on each rank's columns
     anything else, sums and means                        lookup, weights, sum per bag, each with a rule of its own
     anything else, maxima                                the table by width or replicated, the rest replicated
 
-Taken apart, a table cut by rows stays so: each rank sums what it holds, the bags are a pending sum, and the table's
-gradient is made shard by shard (`embedding`). Indices that are cut stay so as well. Where a gradient is needed that is
+Taken apart, a table sharded by rows stays so: each rank sums what it holds, the bags are a pending sum, and the table's
+gradient is made shard by shard (`embedding`). Sharded indices stay so as well. Where a gradient is needed that is
 done above autograd, which then differentiates the parts.
 
 Not rules: the shapes of the side outputs depend on the device's kernel, and `F.embedding_bag` makes plain offsets for
@@ -76,7 +76,7 @@ def embedding(call: Call) -> Rule:
     kernel = Kernel("embedding", frozenset({v}), ("sum",), _run_embedding)
 
     def owes(axis: int, choice: Choice) -> tuple[str, int, int] | None:
-        """Where the indices are cut the result is wanted cut too; the kernel leaves it whole and pending.
+        """Where the indices are sharded the result is wanted sharded too; the kernel leaves it pending.
 
         Counted where that and the indices are more than the table, which is not gathered to save a launch.
         """
@@ -157,7 +157,7 @@ def _run_embedding_backward(ctx: KernelContext) -> torch.Tensor:
 
 # ------------------------------------------------------------ renormalising looked-up rows in place
 def embedding_renorm(call: Call) -> Rule:
-    """`[v] [d], [i] -> [v] d`: written rows by a kernel for v, rows cut by width by the same kernel for d."""
+    """`[v] [d], [i] -> [v] d`: written rows by a kernel for v, rows sharded by width by the same kernel for d."""
     table, indices = call.inputs
     n = indices.ndim
     rows: Dims = tuple((i,) for i in range(n))

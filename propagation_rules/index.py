@@ -9,7 +9,7 @@
 Reading moves elements, so the pending reductions of what is read pass. Indices are never pending. A dim that
 indices point into is written, `[n]`, not sharded by plain strategies; kernels shard it.
 
-Reading and writing at indices along a dim that is cut: each rank does what falls into its shard, nothing is sent.
+Reading and writing at indices along a dim that is sharded: each rank does what falls into its shard, nothing is sent.
 
     x: f32[8@tp] on 2 ranks, i = 1 6 3      rank 0 holds [0, 4), rank 1 [4, 8)
     x[i]            rank 0  x1 0 x3         rank 1  0 x6 0        the result is a pending sum
@@ -121,7 +121,7 @@ def index_fill(call: Call) -> Rule:
 def _aligned(call: Call, others: Sequence[Spec]) -> tuple[list[Hashable], list[Hashable]] | None:
     """Labels of the target and of index and source; None where ranks differ (an index without elements).
 
-    Along a dim where the index is shorter than the target only kernels cut the target.
+    Along a dim where the index is shorter than the target only kernels shard the target.
     """
     x = call.inputs[0]
     if any(s.ndim != x.ndim for s in others):
@@ -367,7 +367,7 @@ def _with_slots(ctx: KernelContext, slots: Mapping[int, torch.Tensor]) -> dict[s
 
 
 def _short(ctx: KernelContext) -> dict[int, torch.Tensor]:
-    """Cut dims of the first input along which the index is shorter -> the entries of the index that are here."""
+    """Sharded dims of the first input along which the index is shorter -> the entries of the index that are here."""
     spec, index = ctx.in_specs[0], ctx.arguments.get("index")
     if not isinstance(index, torch.Tensor) or index.ndim != spec.ndim or "dim" not in ctx.arguments:
         return {}

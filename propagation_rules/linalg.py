@@ -4,7 +4,7 @@
     svd         ... [m] [n] -> ... [m] [k], ... [k], ... [k] [n]
     solve       ... [n] [n], ... [n] c -> ... [n] c, ...          linear in the right-hand side
 
-A factor that only some outputs have is cut by a kernel: the others come out alike everywhere, which is not a sum.
+A factor that only some outputs have is sharded by a kernel: the others come out alike everywhere, which is not a sum.
 
     solve, columns c over 2 ranks       x = S(1)     the LU factors: the same on both ranks
 
@@ -179,7 +179,7 @@ def cross(call: Call) -> Rule:
 
 
 def renorm(call: Call) -> Rule:
-    """Each slice of `dim` is scaled by its norm; where other dims are cut, the norms are reduced."""
+    """Each slice of `dim` is scaled by its norm; where other dims are sharded, the norms are reduced."""
     x = call.inputs[0]
     d = call.dim()
     dims: Dims = tuple((i,) for i in range(x.ndim))

@@ -37,7 +37,7 @@ Connectionist temporal classification: the batch is free where targets have a ro
 
 The second result is as wide as the longest target: on each rank it is widened to that of all samples. Nobody reads
 what lies beyond a sample's own. Targets strung together in one dim are found by the lengths of all samples before,
-so nothing is cut there.
+so nothing is sharded there.
 """
 
 from __future__ import annotations

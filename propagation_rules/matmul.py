@@ -1,7 +1,7 @@
 """Matrix products: a contracted dim is missing in the output, so sharding it leaves a pending sum.
 
     mm          m k, k n -> m n          linear in either operand
-    addmm       the same, plus an addend that broadcasts to m n: pending where k is sharded, else cut like the output
+    addmm       the same, plus an addend that broadcasts to m n: pending where k is sharded, else as the output
 
 `matmul`, `einsum`, `tensordot`, `outer`, `inner` and `bilinear` are composites of these, of views and of
 pointwise products. `linear` and `matmul` reach the engine whole in inference mode only; `linear` then has the

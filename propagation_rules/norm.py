@@ -3,8 +3,8 @@
     native_layer_norm            b [n], [n], [n] -> b [n], b 1, b 1
     its backward                 b [n], b [n], b 1, b 1, [n], [n] -> b [n], [n], [n]
 
-With a batch dim cut nothing is sent; the gradients of weight and bias lack `b` and stay pending sums. With a
-normalised dim cut, rows are spread over ranks: forward gathers count, mean and squared deviations of every row
+With a batch dim sharded nothing is sent; the gradients of weight and bias lack `b` and stay pending sums. With a
+normalised dim sharded, rows are spread over ranks: forward gathers count, mean and squared deviations of every row
 part (as a variance does), backward all-reduces two sums a row, and the parameters' gradients are sharded like
 the dim.
 
@@ -13,7 +13,7 @@ Group normalisation: the batch and the groups are free.
     native_group_norm    n (g [q]) [s ...], (g [q]), (g [q]) -> n (g [q]) [s ...], n g, n g
     its backward         ... -> n (g [q]) [s ...], (g [q]), (g [q])
 
-The channels are `g` groups of `q`; cutting groups cuts channels, weight and bias along, with nothing sent. The
+The channels are `g` groups of `q`; sharding groups shards channels, weight and bias along, with nothing sent. The
 arguments that count batch, channels and groups become local.
 
 Weight normalisation, g v / |v|, the norm taken over all dims but one: that one is free.

@@ -3,14 +3,14 @@
     avg_pool2d      ... [h] [w] -> ... [h'] [w']            linear
     max_pool2d      ... [h] [w] -> ... [h'] [w'] twice      values, and where in the plane they were
 
-Where windows lie side by side, and shards hold whole ones, a cut spatial dim costs nothing; elsewhere rows of the
+Where windows lie side by side, and shards hold whole ones, a sharded spatial dim costs nothing; elsewhere rows of the
 neighbours are brought in. Adaptive and fractional pools, whose windows differ, keep them whole.
 
 Every tensor of these ops, gradients and indices too, has the same leading dims and as many spatial ones as the
 op's name says, so one builder serves all. Indices count places in one plane, which no cut of leading dims changes.
 Torch refuses planes without channels: an empty shard gives zeros of the promised shape.
 
-Pools whose spatial dims are cut: the rows of neighbours that a window looks at are brought in (`halo`).
+Pools whose spatial dims are sharded: the rows of neighbours that a window looks at are brought in (`halo`).
 
 A rank makes a small image of the rows that its outputs read, with the padding written out, and pools that:
 
@@ -174,7 +174,7 @@ def windows(call: Call, x: Sequence[int], y: Sequence[int]) -> list[Window]:
 
 @dataclass(slots=True)
 class _View:
-    """What this rank pools: its windows of every spatial dim, and the halos of the dims that are cut."""
+    """What this rank pools: its windows of every spatial dim, and the halos of the dims that are sharded."""
 
     windows: list[Window]
     halos: dict[int, Halo]

@@ -1,15 +1,15 @@
-"""Elements in another order, with padding, or repeated: a kernel rearranges dims that are cut, the others are free.
+"""Elements in another order, with padding, or repeated: a kernel rearranges dims that are sharded, the others are free.
 
-    flip(dims=1)       a [b] -> a [b]                   [b] cut: the parts are exchanged, see `exchange`
+    flip(dims=1)       a [b] -> a [b]                   [b] sharded: the parts are exchanged, see `exchange`
     pad of dim 1       a [b] -> a [b']                  the same
-    repeat(2, 1)       a b -> (copies a) b              a may be cut: its copies are cut alike
+    repeat(2, 1)       a b -> (copies a) b              a may be sharded: its copies are sharded alike
     pixel_shuffle      b (c r s) h w -> b c (h r) (w s)
 
 All of these only move elements, so pending reductions pass; the backward of an edge pad adds some.
 
-cat and stack: the joined dim is exchanged by a kernel where it is cut, the others are free.
+cat and stack: the joined dim is exchanged by a kernel where it is sharded, the others are free.
 
-    cat of 4@x and 4@x on 2 ranks     8@x:2     equal sizes that divide: (inputs, part) with the part cut, nothing moves
+    cat of 4@x and 4@x on 2 ranks     8@x:2     equal sizes that divide: (inputs, part), part sharded, nothing moves
     cat of 4@x and 2@x                6@x       the parts are exchanged, see `exchange`
 
 Pending inputs pass together.
@@ -27,7 +27,7 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear, passes
 
-from .build.exchange import Run, backwards, cutting, divides, exchange, places
+from .build.exchange import Run, axes_of, backwards, divides, exchange, places
 from .build.exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
 from .build.gathered import output_spec
 from .build.labelled import Labels, every_dim, labelled, shares_value
@@ -72,12 +72,12 @@ def _round(n: int, by: int) -> tuple[Run, ...]:
 
 
 def _roll_flat(ctx: KernelContext) -> torch.Tensor:
-    """Dim 0 is cut: the parts are runs of the flattened tensor."""
+    """Dim 0 is sharded: the parts are runs of the flattened tensor."""
     x, spec, n = ctx.inputs[0], ctx.in_specs[0], ctx.in_specs[0].numel
     row = n // max(spec.shape[0], 1)
     held = [tuple(tuple((a * row, m * row) for a, m in runs) for runs in places(spec, 0))]
     by = ctx.call["shifts"][0]
-    (out,) = exchange(spec.mesh, cutting(spec, 0), 0, [x.reshape(-1)], _round(n, by), held, held)
+    (out,) = exchange(spec.mesh, axes_of(spec, 0), 0, [x.reshape(-1)], _round(n, by), held, held)
     return out.view(x.shape)
 
 
@@ -120,9 +120,9 @@ def _padded(call: Call, name: str, kind: str, of: int = 0) -> dict[int, tuple[Ru
 
 # ------------------------------------------------------------ copies
 def repeat(call: Call) -> Rule:
-    """By hand: a repeated dim is (copies, part), of which the part may be cut; new dims are nobody's.
+    """By hand: a repeated dim is (copies, part), of which the part may be sharded; new dims are nobody's.
 
-    Where the part does not divide by the axes that cut it, a kernel makes a plain shard.
+    Where the part does not divide by the axes that shard it, a kernel makes a plain shard.
     """
     x, times = call.inputs[0], call["repeats"]
     shape, new = x.shape, len(times) - x.ndim
@@ -149,7 +149,7 @@ def _repeat(ctx: KernelContext, runs: Mapping[int, tuple[Run, ...]], times: Sequ
     x, spec, out = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx)
     for d, copies in runs.items():
         wanted = places(out, d + out.ndim - spec.ndim)
-        (x,) = exchange(out.mesh, cutting(spec, d), d, [x], copies, [places(spec, d)], [wanted])
+        (x,) = exchange(out.mesh, axes_of(spec, d), d, [x], copies, [places(spec, d)], [wanted])
     return x.repeat(times)
 
 
@@ -211,7 +211,7 @@ def cat(call: Call) -> Rule:
     groups = (passes(*range(len(call.inputs))),) if all(s.dtype == out.dtype for s in call.inputs) else ()
     if len(call.inputs) == 1:
         return labelled(call, [every_dim(n)], [every_dim(n)], linear=groups)
-    first = next((s for s in call.inputs if s.ndim == n and cutting(s, dim)), None)
+    first = next((s for s in call.inputs if s.ndim == n and axes_of(s, dim)), None)
     if first is not None and divides(first, dim) and all(s.shape == first.shape for s in call.inputs):
         part: list[Hashable] = [("part",) if d == dim else d for d in range(n)]
         whole: list[Hashable] = [("inputs", "part") if d == dim else d for d in range(n)]

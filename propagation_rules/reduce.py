@@ -1,4 +1,4 @@
-"""Reductions: the reduced dims are factors that the output lacks, so cutting them leaves a pending reduction.
+"""Reductions: the reduced dims are factors that the output lacks, so sharding them leaves a pending reduction.
 
     sum, nansum, count_nonzero    P(sum)          amax, amin, max, min    P(max), P(min)
     prod                          P(product)      any, all                P(bor), P(band)

@@ -31,7 +31,7 @@ READS = (passes(0),)
 
 
 def _cut(rule: Rule, name: str, run: object, how: str = "shard", elements: int = 0) -> Rule:
-    """`rule` whose first input is cut by a kernel on any dim, if it has dims."""
+    """`rule` whose first input is sharded by a kernel on any dim, if it has dims."""
     factors = frozenset(f for dims in rule.inputs[0] for f in dims)
     if not factors:
         return rule

@@ -1,8 +1,8 @@
-"""Parts of a tensor and their backwards: dims that are cut into are exchanged by a kernel, the others are free.
+"""Parts of a tensor and their backwards: dims that are sliced are exchanged by a kernel, the others are free.
 
     x[2:6] of 8 rows on 2 ranks     rank 0 gets row 3's neighbours from itself, rank 1 row 4 and 5: see `exchange`
     x[5]                            the rank that holds row 5 sends it to all
-    x[:4] of 8@x:2                  the dim is two parts of 4, each cut alike: nothing moves
+    x[:4] of 8@x:2                  the dim is two parts of 4, each sharded alike: nothing moves
 
 A slice that keeps its whole dim keeps the dim's shard. All of these only move elements (and zeros), so every
 pending reduction passes.
@@ -23,7 +23,7 @@ from dtensor.rules.rule import Kernel, Rule, passes
 from dtensor.spec import Spec
 from dtensor.strides import in_order
 
-from .build.exchange import Places, Run, backwards, cutting, divides, exchange, places
+from .build.exchange import Places, Run, axes_of, backwards, divides, exchange, places
 from .build.exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic
 from .build.gathered import output_spec
 from .build.labelled import but, every_dim, labelled, local_size
@@ -36,8 +36,8 @@ def _runs(size: int, start: int | None, end: int | None, step: int) -> tuple[Run
 
 
 def _packed(x: Spec, dim: int, runs: Sequence[Run]) -> int:
-    """Where the dim is a row of equal parts, each cut evenly, and runs take some whole: a part's size; else 0."""
-    splits = {p.split_factor if isinstance(p, StridedShard) else 0 for p in (x.placements[a] for a in cutting(x, dim))}
+    """Where the dim is a row of equal parts, each sharded evenly, and runs take some whole: a part's size; else 0."""
+    splits = {p.split_factor if isinstance(p, StridedShard) else 0 for p in (x.placements[a] for a in axes_of(x, dim))}
     split = splits.pop() if len(splits) == 1 else 0
     if not split or not x.shape[dim] or not divides(x, dim, split):
         return 0
@@ -46,7 +46,7 @@ def _packed(x: Spec, dim: int, runs: Sequence[Run]) -> int:
 
 
 def _parts(call: Call, dim: int, part: int, names: Sequence[str]) -> Rule:
-    """Inputs and outputs are (parts, part) with the part cut; the arguments `names` count elements of the dim."""
+    """Inputs and outputs are (parts, part) with the part sharded; the arguments `names` count elements of the dim."""
     size = call.inputs[0].shape[dim]
     at = lambda label: [(label, "part") if d == dim else d for d in range(call.inputs[0].ndim)]  # noqa: E731
     outs = [m.shape[dim] // part for m in call.outputs if m is not None]
@@ -72,7 +72,7 @@ def _all_of(size: int, runs: tuple[Run, ...]) -> bool:
 
 # ------------------------------------------------------------ select
 def select(call: Call) -> Rule:
-    """The dim goes; where it is cut, the rank that holds the index sends it to all."""
+    """The dim goes; where it is sharded, the rank that holds the index sends it to all."""
     n, dim = call.inputs[0].ndim, call.dim()
     free = every_dim(n)
     row = math.prod(m for d, m in enumerate(call.inputs[0].local_shape_of([0] * call.inputs[0].mesh.ndim)) if d != dim)
@@ -97,7 +97,7 @@ def _owner(ctx: KernelContext, dim: int, held: Places) -> tuple[int, int]:
 
 def _run_select(ctx: KernelContext) -> torch.Tensor:
     x, spec, out, dim = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx), ctx.call.dim()
-    axes = cutting(spec, dim)
+    axes = axes_of(spec, dim)
     comm = spec.mesh.comm(axes)
     owner, at = _owner(ctx, dim, places(spec, dim))
     row = resolved(x.select(dim, at)) if comm.rank == owner else x.new_empty(out.local_shape)
@@ -124,7 +124,7 @@ def select_scatter(call: Call) -> Rule:
 
 def _run_select_scatter(ctx: KernelContext) -> torch.Tensor:
     spec, dim = ctx.in_specs[0], ctx.call.dim()
-    axes = cutting(spec, dim)
+    axes = axes_of(spec, dim)
     owner, at = _owner(ctx, dim, places(spec, dim))
     out = ctx.inputs[0].clone()
     if spec.mesh.comm(axes).rank == owner:
@@ -160,7 +160,7 @@ def narrow_copy(call: Call) -> Rule:
 
 
 def slice_scatter(call: Call) -> Rule:
-    """The source takes the place of a slice; where the dim is cut, it is exchanged into a copy of the first input."""
+    """The source takes the place of a slice; where the dim is sharded, it is exchanged into a copy of the input."""
     x, dim = call.inputs[0], call.dim()
     runs = _runs(x.shape[dim], call["start"], call["end"], call["step"])
     free = every_dim(x.ndim)
@@ -171,7 +171,7 @@ def slice_scatter(call: Call) -> Rule:
     def run(ctx: KernelContext) -> torch.Tensor:
         spec = output_spec(ctx)
         (out,) = exchange(
-            spec.mesh, cutting(spec, dim), dim, [ctx.inputs[1].to(spec.dtype)], back,
+            spec.mesh, axes_of(spec, dim), dim, [ctx.inputs[1].to(spec.dtype)], back,
             [places(ctx.in_specs[1], dim)], [places(spec, dim)], into=[ctx.inputs[0].clone()],
         )  # fmt: skip
         return out
@@ -182,7 +182,7 @@ def slice_scatter(call: Call) -> Rule:
 
 
 def split(call: Call) -> Rule:
-    """Consecutive parts of the dim; where it is cut, one exchange makes all of them, unless the parts are cut alike."""
+    """Consecutive parts of the dim; where it is sharded, one exchange makes all, unless the parts are sharded alike."""
     dim, at, runs = call.dim(), 0, list[Run]()
     for i, m in enumerate(call.outputs):
         assert m is not None
@@ -196,7 +196,7 @@ def split(call: Call) -> Rule:
 
 # ------------------------------------------------------------ triangles
 def triangle(call: Call) -> Rule:
-    """By hand: rows and columns are cut by a kernel, which knows where in the matrix its part lies."""
+    """By hand: rows and columns are sharded by a kernel, which knows where in the matrix its part lies."""
     n = call.inputs[0].ndim
     labels = list(range(n))
     kernel = Kernel("triangle", frozenset({n - 2, n - 1}), ("shard",), _run_triangle)

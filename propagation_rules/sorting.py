@@ -1,4 +1,4 @@
-"""Sorting a vector that is cut: each rank gets its part of the sorted one, nobody holds all of it.
+"""Sorting a vector that is sharded: each rank gets its part of the sorted one, nobody holds all of it.
 
     rank 0 holds 5 1 9 3, rank 1 holds 4 8 2 7          sorted 1 2 3 4 | 5 7 8 9
     1. each sorts its part                               1 3 5 9 and 2 4 7 8
@@ -15,7 +15,7 @@ Tensors of several dims are sorted after their shard was moved to another dim, w
 
 Sorting and order statistics: the dim they work along is whole, all others are free.
 
-The largest k of a dim that is cut are among the largest k of each part, so each rank sends those, with their global
+The largest k of a dim that is sharded are among the largest k of each part, so each rank sends those, with their global
 indices, and all choose from them alike:
 
     rank 0 holds 5 1 9, rank 1 holds 7 8 2      largest 2: 9@2 5@0 and 8@4 7@3, of which 9@2 8@4
@@ -39,7 +39,7 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Rule
 
-from .build.exchange import cutting, places, row
+from .build.exchange import axes_of, places, row
 from .build.gathered import as_bits, from_bits, gather_stacked, output_spec
 from .reduce import reduced_rule
 
@@ -85,7 +85,7 @@ def _boundary_keys(ctx: KernelContext, keys: torch.Tensor, starts: torch.Tensor)
 
 def _run_sort(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     x, spec, out = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx)
-    axes = cutting(spec, 0)
+    axes = axes_of(spec, 0)
     comm = spec.mesh.comm(axes)
     descending = bool(ctx.call["descending"])
     value, at = x.sort(stable=True, dim=0, descending=descending)
@@ -171,7 +171,7 @@ def _run_candidates(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     more = min(count + 1, spec.shape[d])
     best, at = x.topk(min(more, x.shape[d]), d, largest)
     sent = torch.stack((as_bits(best), ctx.indices(0, d, x.device)[at]))
-    axes = cutting(spec, d)
+    axes = axes_of(spec, d)
     comm = spec.mesh.comm(axes)
     sizes = [min(more, sum(n for _, n in runs)) for runs in places(spec, d)]
     values, indices = torch.cat(

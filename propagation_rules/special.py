@@ -1,6 +1,6 @@
 """Numeric ops of no family: trilinear products, block matrices, places in sorted sequences.
 
-searchsorted    n, ... -> ...          a place is the number of smaller elements, so cutting n leaves a sum
+searchsorted    n, ... -> ...          a place is the number of smaller elements, so sharding n leaves a sum
 trilinear       three tensors broadcast against each other, some dims summed
 
 Fourier transforms: the dims that are transformed stay whole, the others are free; linear.

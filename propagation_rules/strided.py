@@ -2,7 +2,7 @@
 
     x: f32[8@dp,100]    as_strided((8, 22, 16), (100, 4, 1))      frames of every row, as in `stft`
 
-Leading dims that the view leaves as they are may be cut: what follows stays inside one row, and every rank strides
+Leading dims that the view leaves as they are may be sharded: what follows stays inside one row, and every rank strides
 over its own rows. Everything else is gathered. Strides are those of the DTensor (`x.stride()`), the offset counts
 from its first element, and the view may not reach beyond its last: memory that is not its own is not distributed.
 """

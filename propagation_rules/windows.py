@@ -1,6 +1,6 @@
 """Windows over a dim, and their backward.
 
-Where the dim is cut, each rank makes the windows that are its part of the new dim. It asks for the elements that
+Where the dim is sharded, each rank makes the windows that are its part of the new dim. It asks for the elements that
 they span, most of which it holds (`propagation_rules.build.exchange`):
 
     10 elements, windows of 4 in steps of 2, on 2 ranks     windows 0 1 span [0, 6), windows 2 3 span [4, 10)
@@ -26,7 +26,7 @@ from dtensor.rules.rule import Rule, linear
 from dtensor.strides import in_order
 
 from .build.empty_shards import zeros_of
-from .build.exchange import Places, Run, cutting, exchange, places, row
+from .build.exchange import Places, Run, axes_of, exchange, places, row
 from .build.exchange_rules import MOVES, exchanging
 from .build.gathered import output_spec
 from .build.labelled import Labels, every_dim, labelled, local_size
@@ -52,7 +52,7 @@ def unfold(call: Call) -> Rule:
 def _run(ctx: KernelContext) -> torch.Tensor:
     spec, out = ctx.in_specs[0], output_spec(ctx)
     dim, size, step = int(ctx.call["dimension"]) % spec.ndim, int(ctx.call["size"]), int(ctx.call["step"])
-    axes = cutting(spec, dim)
+    axes = axes_of(spec, dim)
     spans = _spans(places(out, dim), size, step)
     reach = [Run(0, 0, spec.shape[dim])]
     (x,) = exchange(spec.mesh, axes, dim, ctx.inputs, reach, [places(spec, dim)], [spans])
@@ -85,7 +85,7 @@ def unfold_backward(call: Call) -> Rule:
 def _run_backward(ctx: KernelContext) -> torch.Tensor:
     g, spec, out = ctx.inputs[0], ctx.in_specs[0], output_spec(ctx)
     dim, size, step = ctx.call["dim"] % out.ndim, int(ctx.call["size"]), int(ctx.call["step"])
-    axes = cutting(spec, dim)
+    axes = axes_of(spec, dim)
     windows = places(spec, dim)
     spans, at = _spans(windows, size, step), _position(ctx, axes)
     parts, before = [g.new_zeros([0 if d == dim else n for d, n in enumerate(g.shape[:-1])])], 0

@@ -1,4 +1,4 @@
-"""Elements of a cut dim go to other indices, each rank being sent just what it lacks.
+"""Elements of a sharded dim go to other indices, each rank being sent just what it lacks.
 
 Where the elements go is a list of *runs*. A run takes `length` elements of a source, from `start` on in steps of
 `step`, to the places `out`, `out + stride`, ... of a target:
@@ -15,7 +15,7 @@ from where to where: the pieces of the runs that lie in both. `x[2:8]` of 8 elem
     rank 0 holds [0, 4), must hold x[2:5]      takes 2 3 of its own, 4 from rank 1
     rank 1 holds [4, 8), must hold x[5:8]      takes 5 6 7 of its own
 
-One all-to-all with split sizes over the axes that cut the dim carries all of it, for several sources and targets
+One all-to-all with split sizes over the axes that shard the dim carries all of it, for several sources and targets
 together; an element that a rank needs several times is sent once. Where no rank lacks anything, which all ranks know,
 nothing is called. With `adds` what arrives at one place is summed (the backward of runs that read elements twice).
 """
@@ -34,9 +34,9 @@ from .exchange_plan import (
     Piece,
     Places,
     Run,
+    axes_of,
     backwards,
     busiest,
-    cutting,
     divides,
     places,
     places_of,
@@ -44,7 +44,7 @@ from .exchange_plan import (
     row,
 )
 
-__all__ = ["Places", "Run", "backwards", "busiest", "cutting", "divides", "exchange", "places", "places_of", "row"]
+__all__ = ["Places", "Run", "axes_of", "backwards", "busiest", "divides", "exchange", "places", "places_of", "row"]
 
 
 # ------------------------------------------------------------ doing it
@@ -68,7 +68,7 @@ def exchange(
     """This rank's parts of the targets; at most one all-to-all over `axes`, which all their ranks must call alike.
 
     Args:
-        axes: the mesh axes that cut the dim, ascending.
+        axes: the mesh axes that shard the dim, ascending.
         dim: the dim, the same in all sources and targets; the others have equal local sizes.
         sources: local parts, of one dtype.
         ins, outs: what every position of `axes` holds of each source, and gets of each target.

@@ -1,4 +1,4 @@
-"""What an exchange along a cut dim sends from where to where: geometry only, see `propagation_rules.build.exchange`.
+"""What an exchange along a sharded dim sends and where to: geometry only, see `propagation_rules.build.exchange`.
 
 A piece is a part of a run that one position holds and another must hold. A message carries the pieces from one to the
 other, each element once: its blocks are the union of what the pieces read, and each piece knows where in them it is.
@@ -28,7 +28,7 @@ __all__ = [
     "Run",
     "backwards",
     "busiest",
-    "cutting",
+    "axes_of",
     "divides",
     "places",
     "places_of",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Places = tuple[tuple[Interval, ...], ...]
-"""Per position of the axes that cut a dim, the intervals it holds."""
+"""Per position of the axes that shard a dim, the intervals it holds."""
 
 SAMPLED = 16
 """Positions that an estimate of traffic looks at."""
@@ -67,8 +67,8 @@ def backwards(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 # ------------------------------------------------------------ who holds what
-def cutting(spec: Spec, dim: int) -> tuple[int, ...]:
-    """The mesh axes that cut `dim`."""
+def axes_of(spec: Spec, dim: int) -> tuple[int, ...]:
+    """The mesh axes that shard `dim`."""
     return tuple(a for a, p in enumerate(spec.placements) if isinstance(p, (Shard, StridedShard)) and p.dim == dim)
 
 
@@ -78,12 +78,12 @@ def row(spec: Spec, dim: int) -> int:
 
 
 def divides(spec: Spec, dim: int, parts: int = 1) -> bool:
-    """True when the axes that cut `dim` cut each of `parts` equal parts of it evenly."""
-    return spec.shape[dim] % (parts * math.prod(spec.mesh.shape[a] for a in cutting(spec, dim))) == 0
+    """True when the axes that shard `dim` cut each of `parts` equal parts of it evenly."""
+    return spec.shape[dim] % (parts * math.prod(spec.mesh.shape[a] for a in axes_of(spec, dim))) == 0
 
 
 def places(spec: Spec, dim: int) -> Places:
-    """What the positions of `cutting(spec, dim)`, row-major, hold of `dim`."""
+    """What the positions of `axes_of(spec, dim)`, row-major, hold of `dim`."""
     return places_of(spec, dim, spec.shape[dim])
 
 

@@ -1,10 +1,10 @@
-"""Rules of ops that put the elements of a dim at other indices: free elsewhere, a kernel where the dim is cut.
+"""Rules of ops that put the elements of a dim at other indices: free elsewhere, a kernel where the dim is sharded.
 
     slice, flip, roll, pads      one source, one target, runs for each dim        `rearranged`
     split                        one source, many targets                          `exchanged`
     cat                          many sources, one target                          `exchanged`
 
-The kernel cuts the dim in the sources and in the targets, whatever their sizes, in even chunks as `torch.chunk` does.
+The kernel shards the dim in the sources and in the targets, whatever their sizes, in even chunks as `torch.chunk` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call
 from dtensor.rules.rule import Kernel, Linear, Rule, passes
 
-from .exchange import Run, busiest, cutting, exchange, places, places_of
+from .exchange import Run, axes_of, busiest, exchange, places, places_of
 from .gathered import output_spec
 from .labelled import every_dim, labelled, share_of
 
@@ -34,11 +34,11 @@ Runs = tuple[Run, ...]
 def traffic(
     call: Call, dim: int, runs: Runs, ins: Sequence[int], outs: Sequence[int], adds: bool = False
 ) -> int | None:
-    """Elements that the busiest rank sends or receives where `dim` is cut as it is now; None where nothing cuts it.
+    """Elements that the busiest rank sends or receives where `dim` is sharded as it is now; None where it is not.
 
     `ins` and `outs` are the sizes of the dim in the sources and the targets.
     """
-    cut = next((s for s in call.inputs if s.ndim > dim and cutting(s, dim)), None)
+    cut = next((s for s in call.inputs if s.ndim > dim and axes_of(s, dim)), None)
     if cut is None:
         return None
     held, wanted = (tuple(places_of(cut, dim, n) for n in sizes) for sizes in (ins, outs))
@@ -51,7 +51,7 @@ def exchanging(
     call: Call, factors: Iterable[int], sent: Iterable[int | None], run: Callable[[KernelContext], object],
     outputs: int = 1,
 ) -> tuple[Kernel, ...]:  # fmt: skip
-    """The kernel `run` of an exchange that cuts these factors and sends as much (see `traffic`), an item a dim."""
+    """The kernel `run` of an exchange that shards these factors and sends as much (see `traffic`), an item a dim."""
     cut = frozenset(factors)
     if not cut:
         return ()
@@ -100,7 +100,7 @@ def _rearrange(
             t[swap[0]], t[swap[1]] = t[swap[1]], t[swap[0]]
     for d, along in runs.items():
         (x,) = exchange(
-            out.mesh, cutting(spec, d), d, [x], along, [places(spec, d)], [places_of(spec, d, shape[d])],
+            out.mesh, axes_of(spec, d), d, [x], along, [places(spec, d)], [places_of(spec, d, shape[d])],
             strides=[stride], fill=value, adds=adds,
         )  # fmt: skip
     return x if swap is None else x.transpose(*swap)
@@ -125,7 +125,7 @@ def _exchange(ctx: KernelContext, dim: int, runs: Runs) -> object:
     outs = [output_spec(ctx, i) for i in range(len(ctx.out_specs))]
     given = [(x, s) for x, s in zip(ctx.inputs, ctx.in_specs, strict=True) if s.ndim == outs[0].ndim]
     made = exchange(
-        outs[0].mesh, cutting(outs[0], dim), dim, [x.to(outs[0].dtype) for x, _ in given], runs,
+        outs[0].mesh, axes_of(outs[0], dim), dim, [x.to(outs[0].dtype) for x, _ in given], runs,
         [places(s, dim) for _, s in given], [places(s, dim) for s in outs], strides=[s.stride for s in outs],
     )  # fmt: skip
     return made if str(ctx.call.op._schema.returns[0].type) == "List[Tensor]" else made[0]

@@ -1,4 +1,4 @@
-"""Windows over a dim that is cut: each rank brings in the rows of its neighbours that its outputs look at.
+"""Windows over a dim that is sharded: each rank brings in the rows of its neighbours that its outputs look at.
 
 An output row o of a convolution or a pool reads the input rows [o s - p, o s - p + reach). Input and output are
 both cut as `Shard` cuts them, so a rank's outputs may look at rows of one neighbour, of several, or of none, and
@@ -58,7 +58,7 @@ class Halo:
     def of(
         ctx: KernelContext, axes: Sequence[int], x: Spec, y: Spec, dim: int, reads: Callable[[int, int], Span]
     ) -> Halo:
-        """For input `x` and output `y` cut on `dim` over `axes`; `reads` gives the rows that outputs [a, b) read."""
+        """Input `x` and output `y` are sharded on `dim` over `axes`; outputs [a, b) read the rows `reads`."""
         comm = x.mesh.comm(tuple(axes))
         made, whole = [_span_of(runs) for runs in places(y, dim)], (0, x.shape[dim])
         wanted = tuple(_common(reads(*s), whole) if s[0] < s[1] else (0, 0) for s in made)

@@ -2,7 +2,7 @@
 
     labelled(call, [["b", "n"], ["n"]], [["b", None]])      b is free, n is reduced
 
-None stands for a dim that must stay whole (or that nothing can cut, such as one that an expand made). A tuple is
+None stands for a dim that must stay whole (or that nothing can shard, such as one that an expand made). A tuple is
 a dim of several factors, major to minor, whose sizes come from `sizes`. Factor numbers follow first appearance.
 """
 
@@ -40,10 +40,10 @@ def labelled(
     call: Call, inputs: Sequence[Labels], outputs: Sequence[Labels], *, sizes: Mapping[Hashable, int] | None = None,
     whole: Iterable[Hashable] = (), resized: Iterable[Hashable] = (), filled: bool = False, **more: Any,
 ) -> Rule:  # fmt: skip
-    """The rule with these labels; `more` goes to `Rule` as it is. `whole` lists labels that must not be cut.
+    """The rule with these labels; `more` goes to `Rule` as it is. `whole` lists labels that must not be sharded.
 
     `resized`: whole labels, each alone in its dims, whose dims may have different sizes (a slice and what it is
-    taken from): only kernels cut them, and they know what goes where. `filled`: the local op refuses shards
+    taken from): only kernels shard them, and they know what goes where. `filled`: the local op refuses shards
     without elements.
     """
     numbers: dict[Hashable, int] = {}

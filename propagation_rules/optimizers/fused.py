@@ -53,7 +53,7 @@ def _as_vector(optimizer: torch.optim.LBFGS) -> torch.Tensor:
 
 
 def _along(optimizer: torch.optim.LBFGS, length: float, direction: torch.Tensor) -> None:
-    """Move the parameters: every one by its part of the direction, which is cut like the parameter."""
+    """Move the parameters: every one by its part of the direction, which is sharded like the parameter."""
     at = 0
     for p in optimizer._params:
         real = torch.view_as_real(p) if p.is_complex() else p

@@ -97,7 +97,7 @@ def _others(value: Any, kind: str) -> list[Any]:
 def stale_plans(call: RecordedCall, most: int = 24) -> list[str]:
     """What went wrong when the variants of `call` ran one after the other on 2 ranks; [] when all were right.
 
-    Every input is cut on its first dim, then all are replicated. A refusal is no fault, and neither is what is wrong
+    Inputs are sharded on dim 0, then all are replicated. A refusal is no fault, and neither is what is wrong
     in a first call as well: that is for the law of truth.
     """
     if skip_reason(call):

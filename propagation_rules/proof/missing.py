@@ -7,7 +7,7 @@ some layout, the row is missing.
 
 That a row was right once proves little, so it must hold for
 
-    axes of 2 and of 3 positions            sizes that do not divide; dims shorter than the axis are not cut
+    axes of 2 and of 3 positions            sizes that do not divide; dims shorter than the axis are not sharded
     the sample and others made from it      negated, shuffled, scaled, moved values, one NaN, where the op takes them
 
     other numbers                           where the rule says that a number is no part of the plan (`values`)
@@ -146,7 +146,7 @@ def _unread(call: RecordedCall) -> list[int]:
 
 
 def _likely(tensors: Sequence[torch.Tensor], options: Sequence[Sequence[Placement]]) -> list[tuple[Placement, ...]]:
-    """One or two inputs that are not replicated; all that can in one reduction, or cut on one dim from either end."""
+    """One or two inputs that are not replicated; all that can in one reduction, or sharded on one dim."""
     rows: list[tuple[Placement, ...]] = []
     n = len(options)
     if n > 8:

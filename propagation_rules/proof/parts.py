@@ -58,7 +58,7 @@ def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
     return ("sum", "max", "min", "product", "band", "bor", "bxor")
 
 
-# ------------------------------------------------------------ cutting
+# ------------------------------------------------------------ axes_of
 def part_of(full: torch.Tensor, spec: Spec, seed: int = 0, coord: Sequence[int] | None = None) -> torch.Tensor:
     """The local tensor of `full` in layout `spec` on the rank at `coord` (default: this rank).
 

@@ -19,7 +19,7 @@ from dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard,
 from dtensor.comm.observers import observers
 from dtensor.dispatch.materialized import MovedSpec
 from dtensor.propagation_rules.build import exchange_plan
-from dtensor.propagation_rules.build.exchange import Run, backwards, busiest, cutting, exchange, places
+from dtensor.propagation_rules.build.exchange import Run, axes_of, backwards, busiest, exchange, places
 from dtensor.propagation_rules.build.exchange_plan import plan
 from dtensor.propagation_rules.sorting import sort
 from dtensor.rules.registry import Call, override
@@ -122,7 +122,7 @@ def test_exchange_means_its_runs(mesh: tuple[tuple[int, ...], tuple[Placement, .
             observers.append(note)
             local = [make(t, device_mesh, placed)._local_tensor for t in full]
             made = exchange(
-                device_mesh, cutting(spec[0], 0), 0, local, runs, [places(s, 0) for s in spec],
+                device_mesh, axes_of(spec[0], 0), 0, local, runs, [places(s, 0) for s in spec],
                 [places(s, 0) for s in target], fill=0 if adds else 2.5, adds=adds,
             )  # fmt: skip
             observers.remove(note)
