@@ -182,7 +182,7 @@ class StridedShard(Placement):
         return split_tensor(tensor, self.dim, self.split_factor, num_chunks, with_padding, contiguous)
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
-        return (_strided, (self.dim, self.split_factor))
+        return (strided, (self.dim, self.split_factor))
 
     def __hash__(self) -> int:
         return hash((self.dim, self.split_factor))
@@ -197,7 +197,7 @@ class StridedShard(Placement):
         return f"_S({self.dim}, {self.split_factor})"
 
 
-def _strided(dim: int, split_factor: int) -> StridedShard:
+def strided(dim: int, split_factor: int) -> StridedShard:
     return StridedShard(dim, split_factor=split_factor)
 
 

@@ -355,7 +355,7 @@ class Spec:
         return Spec.make(mesh, tuple(placements), shape, contiguous_stride(shape), dtype)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (_make_spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype))
+        return (make_spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype))
 
     def __copy__(self) -> Spec:
         return self
@@ -391,7 +391,7 @@ def is_even(spec: Spec) -> bool:
     return all(spec.shape[d] % k == 0 for d, k in cuts.items())
 
 
-def _make_spec(
+def make_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Spec:  # fmt: skip

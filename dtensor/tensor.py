@@ -70,7 +70,7 @@ new: Callable[..., Any] = _native_new if _native_new is not None else _python_ne
 
 
 if TYPE_CHECKING:
-    from dtensor.typed import Tensor as _Tensor
+    from dtensor.tensor_methods.typed import Tensor as _Tensor
 else:
     _Tensor = torch.Tensor
 
@@ -854,5 +854,5 @@ def register_with_torch() -> None:
         if DTensor not in types:
             types.append(DTensor)
     torch.serialization.add_safe_globals(
-        [_rebuild, device_mesh._rebuild, spec._make_spec, Shard, Replicate, Partial, placement._strided]
+        [_rebuild, device_mesh.rebuild_mesh, spec.make_spec, Shard, Replicate, Partial, placement.strided]
     )

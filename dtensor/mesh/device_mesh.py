@@ -390,7 +390,7 @@ class DeviceMesh(MeshGroups):
         root = self._get_root_mesh()
         key = self._key if isinstance(self._key, int) else self._map.tolist()
         place = root._axes, root._names, self._axes, self._names, self._ready, self._rank
-        return _rebuild, (self._device_type, key, *place)
+        return rebuild_mesh, (self._device_type, key, *place)
 
 
 def _current_mesh() -> DeviceMesh:
@@ -433,7 +433,7 @@ def init_device_mesh(
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=overrides)
 
 
-def _rebuild(
+def rebuild_mesh(
     device_type: str,
     rank_map: int | list[int],
     root_axes: tuple[Axis, ...],
@@ -470,7 +470,7 @@ def _numbers(nested: Any) -> tuple[int, ...]:
     return (nested,) if isinstance(nested, int) else tuple(n for part in nested for n in _numbers(part))
 
 
-def _axes_of(mesh: Any) -> tuple[Axis, ...]:
+def axes_of(mesh: Any) -> tuple[Axis, ...]:
     """The axes of torch's mesh, which have the same (shape, stride) form as ours.
 
     Axes of one have lost their stride there; they get back that of the mesh that this is a slice of, or row-major's.
@@ -479,14 +479,14 @@ def _axes_of(mesh: Any) -> tuple[Axis, ...]:
     root = getattr(mesh, "_root_mesh", None) or mesh
     like = row_major([axis_size(axis) for axis in axes])
     if root is not mesh and root.mesh_dim_names and mesh.mesh_dim_names:
-        named = dict(zip(root.mesh_dim_names, _axes_of(root)))
+        named = dict(zip(root.mesh_dim_names, axes_of(root)))
         like = tuple(named.get(name, axis) for name, axis in zip(mesh.mesh_dim_names, like))
     return tuple(b if axis_size(a) == axis_size(b) == 1 else a for a, b in zip(axes, like))
 
 
 def _convert(mesh: Any) -> DeviceMesh:
     """Our mesh for torch's."""
-    axes = _axes_of(mesh)
+    axes = axes_of(mesh)
     root = mesh._get_root_mesh()
     if root is not mesh:
         ours = DeviceMesh.from_torch(root)._derive(axes, mesh.mesh_dim_names)

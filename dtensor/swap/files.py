@@ -57,9 +57,9 @@ def _mesh(mesh: Any) -> device_mesh.DeviceMesh:
     """As a mesh of ours is unpickled: seen from this process, groups found when they are used."""
     root = mesh._root_mesh or mesh
     ranks = root._rank_map.tolist()
-    return device_mesh._rebuild(
-        mesh._device_type, len(ranks) if ranks == list(range(len(ranks))) else ranks, device_mesh._axes_of(root),
-        root._mesh_dim_names, device_mesh._axes_of(mesh), mesh._mesh_dim_names,
+    return device_mesh.rebuild_mesh(
+        mesh._device_type, len(ranks) if ranks == list(range(len(ranks))) else ranks, device_mesh.axes_of(root),
+        root._mesh_dim_names, device_mesh.axes_of(mesh), mesh._mesh_dim_names,
         bool(getattr(mesh, "_dim_group_names", None)),
     )  # fmt: skip
 

@@ -10,11 +10,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,8 +24,7 @@ FOREIGN = ("torch.distributed.tensor", "torch.distributed._tensor")
 MAY_IMPORT_FOREIGN = {"dtensor.swap"}
 MARKS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
 
-# Imports inside functions that go up the order of the layers: (module, imported) and why it has to be.
-LAZY: dict[tuple[str, str], str] = {}
+PUBLIC = {"_StridedShard"}  # torch's own spelling of a placement
 
 
 class Import(NamedTuple):
@@ -45,6 +45,11 @@ def module_name(path: Path) -> str:
     return ".".join((*inside, *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
+def full(name: str) -> str:
+    """`dtensor.loss` for the short name `loss`."""
+    return f"dtensor.{name}" if name.split(".")[0] in PACKAGES[1:] else name
+
+
 def is_module(name: str) -> bool:
     path = ROOT / Path(*name.removeprefix("dtensor.").split("."))
     path = path if path.parts[len(ROOT.parts)] in PACKAGES else ROOT / Path(*name.split("."))
@@ -52,21 +57,19 @@ def is_module(name: str) -> bool:
 
 
 def imports(name: str, code: str, is_package: bool = False) -> Iterator[Import]:
-    """The imports of module `name`, relative ones made absolute, those for type checkers only left out."""
+    """The imports of module `name`, relative ones made absolute, those for type checkers only among them."""
     package = name if is_package else name.rpartition(".")[0]
 
     def walk(nodes: list[ast.stmt], top: bool) -> Iterator[Import]:
         for node in nodes:
             if isinstance(node, ast.Import):
-                yield from (Import(alias.name, node.lineno, top) for alias in node.names)
+                yield from (Import(full(alias.name), node.lineno, top) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
                 base = ".".join([*parents, *([node.module] if node.module else [])])
                 for alias in node.names:  # `from package import module` imports the module
                     inner = f"{base}.{alias.name}"
-                    yield Import(inner if is_module(inner) else base, node.lineno, top)
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                yield from walk(node.orelse, top)
+                    yield Import(full(inner if is_module(inner) else base), node.lineno, top)
             else:
                 inside = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                 for field in ("body", "orelse", "finalbody"):
@@ -102,13 +105,12 @@ def layer_faults(name: str, found: Iterator[Import]) -> list[str]:
     mine, faults = layer(name), []
     if mine is None:
         return [f"{name} has no row in docs/architecture.md, section 2"]
-    for imported, line, at_top in found:
+    for imported, line, _ in found:
         if imported.split(".")[0] not in PACKAGES or imported in PACKAGES[:1]:
             continue
         other = layer(imported)
         if other is None or other > mine:
-            if at_top or (name, imported) not in LAZY:
-                faults.append(f"{name}:{line} imports {imported}, which is not above it")
+            faults.append(f"{name}:{line} imports {imported}, which is not above it")
     return list(dict.fromkeys(faults))
 
 
@@ -139,9 +141,68 @@ def test_clients_use_public_names_of_the_package_only_from_outside() -> None:
     assert not circles
 
 
-def test_every_lazy_import_is_still_there() -> None:
-    there = {(module_name(path), i.module) for path in sources() for i in imports_of(path) if not i.at_top}
-    assert set(LAZY) <= there
+def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Modules that import each other, directly or through others."""
+    found = nx.strongly_connected_components(nx.DiGraph(edge for edge in edges if edge[0] != edge[1]))
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Those for type checkers and those inside functions count."""
+    names = {module_name(path) for path in sources()}
+    edges = [(module_name(path), i.module) for path in sources() for i in imports_of(path) if i.module in names]
+    assert len(edges) > 500 and not circles(edges)
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")]) == [["a", "b", "c"]]
+
+
+def package_of(module: str) -> str:
+    """`dtensor.comm` for `dtensor.comm.wire`; a module that lies in `dtensor` itself is a package of its own."""
+    return ".".join(module.split(".")[:2])
+
+
+def private_names(name: str, code: str, is_package: bool = False) -> list[str]:
+    """Names with a leading underscore that module `name` takes from another package, imported or as an attribute."""
+    tree, found, modules = ast.parse(code), [], dict[str, str]()
+    package = name if is_package else name.rpartition(".")[0]
+    private = re.compile(r"_(?!_)").match
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            if base.split(".")[0] not in PACKAGES:
+                continue
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                if is_module(inner):
+                    modules[alias.asname or alias.name] = inner
+                elif private(alias.name) and alias.name not in PUBLIC and package_of(base) != package_of(name):
+                    found.append(f"{name}:{node.lineno} imports {base}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and private(node.attr):
+            module = modules.get(node.value.id)
+            if module and package_of(module) != package_of(name):
+                found.append(f"{name}:{node.lineno} takes {module}.{node.attr}")
+    return found
+
+
+def test_packages_use_public_names_of_each_other() -> None:
+    found = [
+        fault
+        for path in sources()
+        for fault in private_names(module_name(path), path.read_text(), path.name == "__init__.py")
+    ]
+    assert not found
+    assert private_names("dtensor.spec", "from dtensor.mesh import geometry as g\nfrom .comm.wire import _a\ng._b") == [
+        "dtensor.spec:2 imports dtensor.comm.wire._a",
+        "dtensor.spec:3 takes dtensor.mesh.geometry._b",
+    ]
+
+
+def test_packages_are_the_map() -> None:
+    """Few files lie in `dtensor` itself, and every folder is a package that says what it is for."""
+    assert len([path for path in (ROOT / "dtensor").iterdir() if path.is_file()]) <= 14
+    folders = {path.parent for path in sources()}
+    assert all((ast.get_docstring(ast.parse((f / "__init__.py").read_text())) or "").strip() for f in folders)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +213,7 @@ def test_every_lazy_import_is_still_there() -> None:
         ("dtensor.spec", "def f():\n    try:\n        import dtensor.parallel\n    except ImportError: pass", True),
         ("dtensor.spec", "import dtensor.not_there", True),
         ("dtensor.not_there", "", True),
-        ("dtensor.spec", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dtensor.tensor", False),
+        ("dtensor.spec", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dtensor.tensor", True),
         ("dtensor.spec", "import torch, dtensor.placement", False),
         ("dtensor.loss.anything", "from dtensor.rules.registry import register", False),
     ],
