@@ -22,6 +22,7 @@ Literature: the vocabulary-parallel cross entropy of Megatron-LM (Shoeybi et al.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ from dtensor.rules.rule import Dims, Kernel, Rule, linear
 
 from .rows import Classes, Runs, class_dim, finish, merge, row_gradient, row_statistics
 
-__all__ = ["Forward", "all_classes", "classes_of", "index_backward", "index_forward", "library"]
+__all__ = [
+    "Forward", "all_classes", "backward_rule", "classes_of", "forward_rule", "index_backward", "index_forward",
+    "library", "local_classes",
+]  # fmt: skip
 
 library = torch.library.Library("shardwright", "FRAGMENT")
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -99,60 +103,70 @@ def _gradient_shape(grad: torch.Tensor, logits: torch.Tensor, *_: Any) -> torch.
 
 
 # ------------------------------------------------------------ their rules
+Run = Callable[[KernelContext], Any]
+
+
 def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
     """Class dim, sizes of the factors (one a dim of the logits, one for the weight), dims by argument."""
     shape = tuple(call["logits"].shape)
     c = class_dim(len(shape))
+    every: Dims = tuple((d,) for d in range(len(shape)))
     rows: Dims = tuple((d,) for d in range(len(shape)) if d != c)
     grad = call.get("grad")
     dims: dict[str, Dims] = {
-        "logits": tuple((d,) for d in range(len(shape))),
-        "target": rows,
-        "weight": ((len(shape),),),
-        "top": rows,
-        "log_sum": rows,
-        "grad": rows if grad is not None and grad.ndim else (),
-    }
+        "logits": every, "target": every if call["target"].ndim == len(shape) else rows, "weight": ((len(shape),),),
+        "top": rows, "log_sum": rows, "mass": rows, "grad": rows if grad is not None and grad.ndim else (),
+    }  # fmt: skip
     return c, (*shape, shape[c]), dims
 
 
-def _forward_rule(call: Call) -> Rule:
-    c, sizes, dims = _dims(call)
-    rows = dims["target"]
-    outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows, ((),))
-    # given no cost: whoever calls this operator wants the logits left where they are, whatever that costs
-    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 4, _run_forward)
-    whole = frozenset({c, len(sizes) - 1})
-    return Rule(tuple(dims[n] for n in call.names), outputs, sizes, whole, kernels=(kernel,))
+def forward_rule(run: Run, last: bool) -> Callable[[Call], Rule]:
+    """The rule of a forward; `last`: whether its last output has an element a row, or two for all rows."""
+
+    def build(call: Call) -> Rule:
+        c, sizes, dims = _dims(call)
+        rows = dims["top"]
+        outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows, rows if last else ((),))
+        # given no cost: whoever calls this operator wants the logits left where they are, whatever that costs
+        kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 4, run)
+        kept = frozenset({c, len(sizes) - 1})
+        return Rule(tuple(dims[n] for n in call.names), outputs, sizes, kept, kernels=(kernel,))
+
+    return build
 
 
-def _classes(ctx: KernelContext, at: int) -> Classes:
-    """The classes that this rank holds, of input `at`."""
-    spec, a = ctx.in_specs[at], ctx.call
+def backward_rule(run: Run) -> Callable[[Call], Rule]:
+    """The rule of a backward, linear in the gradient."""
+
+    def build(call: Call) -> Rule:
+        c, sizes, dims = _dims(call)
+        kernel = Kernel("cross entropy backward", frozenset({c}), ("shard",), run)
+        kept, inputs = frozenset({c, len(sizes) - 1}), tuple(dims[n] for n in call.names)
+        return Rule(inputs, (dims["logits"],), sizes, kept, linear=(linear(0),), kernels=(kernel,))
+
+    return build
+
+
+def local_classes(ctx: KernelContext) -> Classes:
+    """The classes that this rank holds of the logits."""
+    at, a = ctx.call.names.index("logits"), ctx.call
+    spec, weight = ctx.in_specs[at], ctx.optional("weight")
     c = class_dim(len(spec.shape))
-    weight = ctx.optional("weight")
-    return classes_of(ctx.intervals(at, c), spec.shape[c], weight, spec.dtype, a["ignore_index"], a["smoothing"])
+    ignore = a.get("ignore_index", -100)
+    return classes_of(ctx.intervals(at, c), spec.shape[c], weight, spec.dtype, ignore, a["smoothing"])
 
 
 def _run_forward(ctx: KernelContext) -> Forward:
-    target, classes = ctx.tensor("target"), _classes(ctx, 0)
+    target, classes = ctx.tensor("target"), local_classes(ctx)
     stats = merge(gather_stacked(ctx, row_statistics(ctx.tensor("logits"), target, classes)))
     return finish(stats, target, classes, ctx.call["per_row"])
 
 
-def _backward_rule(call: Call) -> Rule:
-    c, sizes, dims = _dims(call)
-    kernel = Kernel("cross entropy backward", frozenset({c}), ("shard",), _run_backward)
-    whole = frozenset({c, len(sizes) - 1})
-    inputs = tuple(dims[n] for n in call.names)
-    return Rule(inputs, (dims["logits"],), sizes, whole, linear=(linear(0),), kernels=(kernel,))
-
-
 def _run_backward(ctx: KernelContext) -> torch.Tensor:
     grad, logits, target, top, log_sum = map(ctx.tensor, ("grad", "logits", "target", "top", "log_sum"))
-    return row_gradient(grad, logits, target, top, log_sum, _classes(ctx, 1))
+    return row_gradient(grad, logits, target, top, log_sum, local_classes(ctx))
 
 
 with built_in():
-    register("shardwright.cross_entropy", _forward_rule)
-    register("shardwright.cross_entropy_backward", _backward_rule)
+    register("shardwright.cross_entropy", forward_rule(_run_forward, last=False))
+    register("shardwright.cross_entropy_backward", backward_rule(_run_backward))

@@ -22,10 +22,9 @@ from dtensor.propagation_rules.build import (
     log_sum_exp,
 )
 from dtensor.rules.kernel import KernelContext
-from dtensor.rules.registry import Call, built_in, register
-from dtensor.rules.rule import Dims, Kernel, Rule, linear
+from dtensor.rules.registry import built_in, register
 
-from .kernels import Forward, all_classes, classes_of, library
+from .kernels import Forward, all_classes, backward_rule, forward_rule, library, local_classes
 from .rows import Classes, along_classes, blocks, class_dim, merged_relative, own_weights, piece, row_shift
 
 __all__ = ["probability_backward", "probability_forward"]
@@ -124,53 +123,17 @@ def _gradient_shape(grad: torch.Tensor, logits: torch.Tensor, *_: object) -> tor
 
 
 # ------------------------------------------------------------ their rules
-def _dims(call: Call) -> tuple[int, tuple[int, ...], dict[str, Dims]]:
-    shape = tuple(call["logits"].shape)
-    c = class_dim(len(shape))
-    every: Dims = tuple((d,) for d in range(len(shape)))
-    rows: Dims = tuple((d,) for d in range(len(shape)) if d != c)
-    grad = call.get("grad")
-    dims: dict[str, Dims] = {
-        "logits": every, "target": every, "weight": ((len(shape),),), "top": rows, "log_sum": rows, "mass": rows,
-        "grad": rows if grad is not None and grad.ndim else (),
-    }  # fmt: skip
-    return c, (*shape, shape[c]), dims
-
-
-def _forward_rule(call: Call) -> Rule:
-    c, sizes, dims = _dims(call)
-    rows = dims["top"]
-    kernel = Kernel("cross entropy", frozenset({c}), ("replicate",) * 4, _run_forward)  # no cost: as in loss.kernels
-    outputs: tuple[Dims, ...] = (rows if call["per_row"] else (), rows, rows, rows)
-    return Rule(tuple(dims[n] for n in call.names), outputs, sizes, frozenset({c, len(sizes) - 1}), kernels=(kernel,))
-
-
-def _classes(ctx: KernelContext, at: int) -> Classes:
-    """The classes that this rank holds, of input `at`."""
-    spec = ctx.in_specs[at]
-    c = class_dim(len(spec.shape))
-    weight = ctx.optional("weight")
-    return classes_of(ctx.intervals(at, c), spec.shape[c], weight, spec.dtype, -100, ctx.call["smoothing"])
-
-
 def _run_forward(ctx: KernelContext) -> Forward:
-    stats = _statistics(ctx.tensor("logits"), ctx.tensor("target"), _classes(ctx, 0))
+    stats = _statistics(ctx.tensor("logits"), ctx.tensor("target"), local_classes(ctx))
     return _finish(gather_stacked(ctx, stats), ctx.call["per_row"])
-
-
-def _backward_rule(call: Call) -> Rule:
-    c, sizes, dims = _dims(call)
-    kernel = Kernel("cross entropy backward", frozenset({c}), ("shard",), _run_backward)
-    inputs, whole = tuple(dims[n] for n in call.names), frozenset({c, len(sizes) - 1})
-    return Rule(inputs, (dims["logits"],), sizes, whole, linear=(linear(0),), kernels=(kernel,))
 
 
 def _run_backward(ctx: KernelContext) -> torch.Tensor:
     grad, logits, target = map(ctx.tensor, ("grad", "logits", "target"))
     top, log_sum, mass = map(ctx.tensor, ("top", "log_sum", "mass"))
-    return _gradient(grad, logits, target, top, log_sum, mass, _classes(ctx, 1))
+    return _gradient(grad, logits, target, top, log_sum, mass, local_classes(ctx))
 
 
 with built_in():
-    register("shardwright.cross_entropy_prob", _forward_rule)
-    register("shardwright.cross_entropy_prob_backward", _backward_rule)
+    register("shardwright.cross_entropy_prob", forward_rule(_run_forward, last=True))
+    register("shardwright.cross_entropy_prob_backward", backward_rule(_run_backward))
