@@ -8,6 +8,8 @@ Layouts are given per input (or output), one placement each, None for one that i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,7 +19,6 @@ from dtensor.mesh import DeviceMesh
 from dtensor.placement import Placement
 
 from .axis import StyleAxis
-from .steps import InputSteps, OutputSteps, replaced
 from .style import ParallelStyle, arranged, check_placement, wrap
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
@@ -43,21 +44,6 @@ def _same_length(call: str, a: str, b: str, left: Sequence[object] | None, right
         )
 
 
-def _convert(
-    x: object, over: StyleAxis, given: Placement | None, desired: Placement | None, local: bool, call: str
-) -> object:
-    """One value: laid out as `given`, brought to `desired`; untouched when `given` is None."""
-    if given is None or x is None:
-        return x
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(
-            f"{call}: a layout ({given}) was given for a value that is no tensor\n  got: {type(x).__name__}\n"
-            "  fix: None in its place"
-        )
-    dt = wrap(x, over, given, call) if desired is None else arranged(x, over, given, desired, call)
-    return dt.to_local() if local else dt
-
-
 def _like(output: object, values: list[object]) -> object:
     """`values` in a container of `output`'s kind: a list, a named tuple or a tuple."""
     if isinstance(output, list):
@@ -65,8 +51,43 @@ def _like(output: object, values: list[object]) -> object:
     return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
 
 
-class PrepareModuleInput(InputSteps, ParallelStyle):
+class _Prepare(ParallelStyle):
+    """What the styles share that bring values into other layouts and change no parameters."""
+
+    use_local_output: bool
+    _applied: tuple[StyleAxis, str] | None = None
+
+    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        self.over(device_mesh)
+
+    def _for(self, module: nn.Module, device_mesh: DeviceMesh) -> Self:
+        """A copy for the hooks of one module, which knows its mesh axis and what an error calls it."""
+        own = copy(self)
+        own._applied = self.over(device_mesh), self.of(module)
+        return own
+
+    def _here(self, mesh: DeviceMesh) -> tuple[StyleAxis, str]:
+        return self._applied or (self.over(mesh), type(self).__name__)
+
+    def _convert(self, x: object, mesh: DeviceMesh, given: Placement | None, desired: Placement | None) -> object:
+        """One value: laid out as `given`, brought to `desired`; untouched when `given` is None."""
+        if given is None or x is None:
+            return x
+        over, call = self._here(mesh)
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(
+                f"{call}: a layout ({given}) was given for a value that is no tensor\n  got: {type(x).__name__}\n"
+                "  fix: None in its place"
+            )
+        dt = wrap(x, over, given, call) if desired is None else arranged(x, over, given, desired, call)
+        return dt.to_local() if self.use_local_output else dt
+
+
+class PrepareModuleInput(_Prepare):
     """Bring a module's inputs into the layouts it wants.
+
+    A subclass may replace what is done to one input (`_prepare_input_arg`), to those by position (`_prepare_input_fn`)
+    or to all (`_prepare_input_kwarg_fn`).
 
     Args:
         input_layouts: layouts of plain inputs, one for each positional input; None: positional inputs are left alone,
@@ -112,35 +133,42 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
                 "  fix: the same names in both"
             )
 
-    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        self.over(device_mesh)
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> object:
+        """One input in its layout."""
+        return self._convert(input, mesh, input_layout, desired_layout)
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        """All inputs that come by position."""
+        given, desired = self.input_layouts, self.desired_input_layouts
+        if given is None or desired is None:
+            return inputs
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        if len(inputs) != len(given):
+            raise ValueError(
+                f"{self._here(device_mesh)[1]}: got {len(inputs)} positional inputs for {len(given)} input_layouts\n"
+                "  rule: one layout for each positional input, None for one to leave alone\n"
+                "  fix: lengthen input_layouts, or use input_kwarg_layouts for inputs passed by name"
+            )
+        pairs = zip(inputs, given, desired, strict=True)
+        return tuple(self._prepare_input_arg(x, device_mesh, g, d) for x, g, d in pairs)
+
+    def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: Any, device_mesh: DeviceMesh) -> Any:
+        """All inputs."""
+        args, named = self._prepare_input_fn(inputs, device_mesh), dict(kwarg_inputs)
+        for n in named.keys() & self.input_kwarg_layouts.keys():
+            own, (over, call) = copy(self), self._here(device_mesh)
+            own._applied = over, f"{call}, input {n!r}"
+            given, desired = self.input_kwarg_layouts[n], self.desired_input_kwarg_layouts.get(n)
+            named[n] = own._prepare_input_arg(named[n], device_mesh, given, desired)
+        return args, named
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if replaced(self, InputSteps):
-            return self._apply_steps(module, device_mesh)
-        over, local = self.over(device_mesh), self.use_local_output
-        call = self.of(module)
-        given, desired = self.input_layouts, self.desired_input_layouts
-        kwargs_given, kwargs_desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-
-        def hook(
-            _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-        ) -> tuple[tuple[object, ...], dict[str, object]]:
-            if given is not None and desired is not None:
-                if len(args) != len(given):
-                    raise ValueError(
-                        f"{call}: got {len(args)} positional inputs for {len(given)} input_layouts\n"
-                        "  rule: one layout for each positional input, None for one to leave alone\n"
-                        "  fix: lengthen input_layouts, or use input_kwarg_layouts for inputs passed by name"
-                    )
-                args = tuple(_convert(x, over, g, d, local, call) for x, g, d in zip(args, given, desired, strict=True))
-            named = {
-                n: _convert(x, over, kwargs_given.get(n), kwargs_desired.get(n), local, f"{call}, input {n!r}")
-                for n, x in kwargs.items()
-            }
-            return args, named
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        own = self._for(module, device_mesh)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: own._prepare_input_kwarg_fn(args, kwargs, device_mesh), with_kwargs=True
+        )
         return module
 
     def __repr__(self) -> str:
@@ -153,8 +181,8 @@ class PrepareModuleInput(InputSteps, ParallelStyle):
         )
 
 
-class PrepareModuleOutput(OutputSteps, ParallelStyle):
-    """Bring a module's outputs into the layouts its callers want.
+class PrepareModuleOutput(_Prepare):
+    """Bring a module's outputs into the layouts its callers want; a subclass may replace `_prepare_out_fn`, which does.
 
     Args:
         output_layouts: layouts of plain outputs, one for each output.
@@ -173,28 +201,21 @@ class PrepareModuleOutput(OutputSteps, ParallelStyle):
         self.use_local_output = use_local_output
         _same_length(call, "output_layouts", "desired_output_layouts", self.output_layouts, self.desired_output_layouts)
 
-    def _check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        self.over(device_mesh)
+    def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> object:
+        """All outputs in their layouts."""
+        several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        given, desired = self.output_layouts, self.desired_output_layouts
+        if len(several) != len(given):
+            raise ValueError(
+                f"{self._here(device_mesh)[1]}: forward returned {len(several)} outputs for {len(given)} "
+                "output_layouts\n  rule: one layout for each output, None for one to leave alone"
+            )
+        done = [self._convert(x, device_mesh, g, d) for x, g, d in zip(several, given, desired, strict=True)]
+        return _like(outputs, done) if several is outputs else done[0]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if replaced(self, OutputSteps):
-            return self._apply_steps(module, device_mesh)
-        over, local = self.over(device_mesh), self.use_local_output
-        call = self.of(module)
-        given, desired = self.output_layouts, self.desired_output_layouts
-
-        def hook(_: nn.Module, args: tuple[object, ...], output: object) -> object:
-            several = isinstance(output, (tuple, list))
-            outs: tuple[object, ...] = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-            if len(outs) != len(given):
-                raise ValueError(
-                    f"{call}: forward returned {len(outs)} outputs for {len(given)} output_layouts\n"
-                    "  rule: one layout for each output, None for one to leave alone"
-                )
-            done = [_convert(x, over, g, d, local, call) for x, g, d in zip(outs, given, desired, strict=True)]
-            return _like(output, done) if several else done[0]
-
-        module.register_forward_hook(hook)
+        own = self._for(module, device_mesh)
+        module.register_forward_hook(lambda _, args, output: own._prepare_out_fn(output, device_mesh))
         return module
 
     def __repr__(self) -> str:

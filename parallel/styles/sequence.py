@@ -55,13 +55,7 @@ class SequenceParallel(SequenceSteps, ParallelStyle):
         def finish(y: object) -> object:
             return y.to_local() if local and isinstance(y, DTensor) else y
 
-        def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, param in list(part.named_parameters(recurse=False)):
-                if not isinstance(param, DTensor):
-                    value = DTensor.from_local(param.detach(), mesh, over.parameter(Replicate()), run_check=False)
-                    part.register_parameter(name, nn.Parameter(value, requires_grad=param.requires_grad))
-
-        distribute_module(module, over.mesh, partition)
+        distribute_module(module, over.mesh, self._replicate_module_fn)
         on_input(module, prepare)
         on_output(module, finish)
         return module

@@ -1,4 +1,4 @@
-"""The steps of a style under the names that a subclass may replace.
+"""The steps of the styles that lay out parameters, under the names that a subclass may replace.
 
 A style of one's own is often one of these with another step: what is done to the parameters, the input or the output.
 Where a subclass replaces none, the styles go their own way, which knows uneven pieces, several mesh axes and inputs
@@ -12,7 +12,6 @@ that modules share. Where it replaces one, all steps run as they are written her
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +23,12 @@ from dtensor.mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.tensor import DTensor
 
-__all__ = ["InputSteps", "OutputSteps", "SequenceSteps", "WeightSteps", "replaced"]
+__all__ = ["SequenceSteps", "WeightSteps", "replaced"]
 
 STEPS = (
     "_partition_linear_fn", "_partition_embedding_fn", "_replicate_module_fn", "_prepare_input_fn",
-    "_prepare_output_fn", "_prepare_input_arg", "_prepare_input_kwarg_fn", "_prepare_out_fn",
+    "_prepare_output_fn",
 )  # fmt: skip
-
-Layouts = Sequence[Placement | None]
 
 
 def replaced(style: object, steps: type) -> bool:
@@ -39,12 +36,12 @@ def replaced(style: object, steps: type) -> bool:
     return any(getattr(type(style), name) is not getattr(steps, name) for name in STEPS if hasattr(steps, name))
 
 
-def _placed(x: object, mesh: DeviceMesh, given: Placement, desired: Placement | None, what: str) -> DTensor:
+def _placed(x: object, mesh: DeviceMesh, given: Placement, desired: Placement, what: str) -> DTensor:
     """`x` as a DTensor in the layout `desired`; a plain tensor is a piece of the layout `given`."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{what}: expected a tensor or a DTensor, got {type(x).__name__}")
     placed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [given], run_check=False)
-    return placed if desired is None else placed.redistribute(placements=[desired])
+    return placed.redistribute(placements=[desired])
 
 
 class WeightSteps:
@@ -107,7 +104,9 @@ class SequenceSteps:
         """Make the parameters replicated, as they are, without a broadcast."""
         for key, param in list(module.named_parameters(recurse=False)):
             if not isinstance(param, DTensor):
-                value = DTensor.from_local(param.detach(), device_mesh, [Replicate()], run_check=False)
+                value = DTensor.from_local(
+                    param.detach(), device_mesh, [Replicate()] * device_mesh.ndim, run_check=False
+                )
                 module.register_parameter(key, nn.Parameter(value, requires_grad=param.requires_grad))
 
     @staticmethod
@@ -129,79 +128,3 @@ class SequenceSteps:
             partial(self._prepare_input_fn, self.sequence_sharding),
             partial(self._prepare_output_fn, self.use_local_output),
         )
-
-
-class InputSteps:
-    """Of `PrepareModuleInput`."""
-
-    input_layouts: Layouts | None
-    desired_input_layouts: Layouts | None
-    input_kwarg_layouts: Mapping[str, Placement | None]
-    desired_input_kwarg_layouts: Mapping[str, Placement | None]
-    use_local_output: bool
-
-    def _prepare_input_arg(
-        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
-    ) -> object:
-        """One input in its layout; untouched where `input_layout` is None."""
-        if input_layout is None or input is None:
-            return input
-        placed = _placed(input, mesh, input_layout, desired_layout, type(self).__name__)
-        return placed.to_local() if self.use_local_output else placed
-
-    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> object:
-        """All inputs that come by position."""
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            return inputs
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        if len(inputs) != len(self.input_layouts):
-            raise ValueError(
-                f"{type(self).__name__}: got {len(inputs)} positional inputs for {len(self.input_layouts)} "
-                "input_layouts\n  rule: one layout for each positional input, None for one to leave alone"
-            )
-        pairs = zip(self.input_layouts, self.desired_input_layouts, strict=True)
-        return tuple(self._prepare_input_arg(x, device_mesh, *pair) for x, pair in zip(inputs, pairs, strict=True))
-
-    def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: Any, device_mesh: DeviceMesh) -> object:
-        """All inputs."""
-        given, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        return self._prepare_input_fn(inputs, device_mesh), {
-            key: self._prepare_input_arg(x, device_mesh, given.get(key), desired.get(key))
-            for key, x in kwarg_inputs.items()
-        }
-
-    def _apply_steps(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._prepare_input_kwarg_fn(args, kwargs, device_mesh)
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        return module
-
-
-class OutputSteps:
-    """Of `PrepareModuleOutput`."""
-
-    output_layouts: Layouts
-    desired_output_layouts: Layouts
-    use_local_output: bool
-
-    def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> object:
-        """All outputs in their layouts."""
-        several = outputs if isinstance(outputs, tuple) else (outputs,)
-        if len(several) != len(self.output_layouts):
-            raise ValueError(
-                f"{type(self).__name__}: forward returned {len(several)} outputs for {len(self.output_layouts)} "
-                "output_layouts\n  rule: one layout for each output, None for one to leave alone"
-            )
-        done: list[object] = []
-        for x, given, desired in zip(several, self.output_layouts, self.desired_output_layouts, strict=True):
-            if given is None or x is None:
-                done.append(x)
-                continue
-            placed = _placed(x, device_mesh, given, desired, type(self).__name__)
-            done.append(placed.to_local() if self.use_local_output else placed)
-        return done[0] if len(done) == 1 else tuple(done)
-
-    def _apply_steps(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda _, inputs, outputs: self._prepare_out_fn(outputs, device_mesh))
-        return module
