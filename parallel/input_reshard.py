@@ -3,13 +3,13 @@
 Between forward and backward a tensor-parallel module keeps its whole input on every rank. With the hooks of
 this file each rank keeps its piece, and backward gathers the pieces (one all-gather a tensor):
 
-    forward   x (whole on every rank)  --cut-->     piece kept
-    backward  piece                    --gather-->  x
+    forward   x (replicated)   --shard-->   shard kept
+    backward  shard            --gather-->  x
 
 What is saved several times, such as the input of query, key and value projections, is kept once and gathered once: the
 first of them that backward comes to gathers it, the last lets it go.
 
-What is cut: replicated DTensors, and the module's own plain tensor inputs, which tensor-parallel modules
+What is sharded: replicated DTensors, and the module's own plain tensor inputs, which tensor-parallel modules
 take whole. Everything else (parameters, sharded DTensors, plain tensors that differ between ranks) is kept
 as it is, so every saved tensor comes back exactly, whatever its size. A plain input that was *not* equal on
 all ranks is noticed when it is gathered, by a checksum that travels along, and raises on all ranks.
@@ -39,11 +39,11 @@ Key = tuple[object, ...]
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
-    """Make `module` keep its replicated activations cut along `input_reshard_dim` until backward.
+    """Make `module` keep its replicated activations sharded along `input_reshard_dim` until backward.
 
     Args:
         tp_device_mesh: the mesh of one axis over which the module is tensor-parallel.
-        input_reshard_dim: the dim to cut; None changes nothing. Tensors without that dim are kept whole.
+        input_reshard_dim: the dim to shard; None changes nothing. Tensors without that dim are kept in full.
 
     Returns `module`, with two hooks. Raises ValueError for a mesh of several axes and TypeError for a dim that
     is no int.
@@ -148,15 +148,15 @@ class _Keeper:
             found[0].users += 1
             return found[0]
         distributed = isinstance(x, DTensor)
-        piece = self._cut(x, distributed, None if distributed else digest(x).reshape(1))
+        piece = self._sharded(x, distributed, None if distributed else digest(x).reshape(1))
         self.kept[key] = piece, weakref.ref(storage), versions
         return piece
 
-    def _cut(self, x: torch.Tensor, distributed: bool, checksum: torch.Tensor | None) -> _Piece:
+    def _sharded(self, x: torch.Tensor, distributed: bool, checksum: torch.Tensor | None) -> _Piece:
         with torch.no_grad():
             dt = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-            cut = dt.redistribute(placements=[Shard(self.dim % x.ndim)]).to_local().clone()
-        return _Piece(cut, x.shape, x.stride(), distributed, checksum)
+            sharded = dt.redistribute(placements=[Shard(self.dim % x.ndim)]).to_local().clone()
+        return _Piece(sharded, x.shape, x.stride(), distributed, checksum)
 
     def unpack(self, kept: torch.Tensor | _Piece) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Looking at what an engine does: collectives by kind and module, those that hang, and how a tensor is cut."""
+"""Looking at what an engine does: collectives by kind and module, those that hang, and how a tensor is sharded."""
 
 from __future__ import annotations
 

@@ -229,8 +229,8 @@ def _explained(
     """The global shape of which `shapes[coord]` are the parts in layout `placed`."""
     shape = []
     for d in range(x.ndim):
-        cut = [isinstance(p, (Shard, StridedShard)) and p.dim == d for p in placed]
-        along = shapes[..., d][tuple(slice(None) if c else 0 for c in cut)]
+        sharded = [isinstance(p, (Shard, StridedShard)) and p.dim == d for p in placed]
+        along = shapes[..., d][tuple(slice(None) if c else 0 for c in sharded)]
         shape.append(int(along.sum()))
     spec = Spec.make(mesh, placed, shape, contiguous_stride(shape), x.dtype)
     for flat in range(math.prod(mesh.shape)):

@@ -1,9 +1,9 @@
 """Rows of a user's sharding rule, tried on numbers: a row that gives other values than the op is refused.
 
 Each row is tried on one axis of 2 and one of 3 positions with random inputs of the call's own shapes: inputs are
-cut or split into unequal parts as the row says, the op runs on every position's part, and what the outputs'
-placements make of the results is compared with the op on the whole inputs. Nothing is sent; every rank draws the
-same inputs, so all of them reach the same verdict.
+sharded, or split into pending parts of unequal values, as the row says, the op runs on every position's part, and what
+the outputs' placements make of the results is compared with the op on the full inputs. Nothing is sent; every rank
+draws the same inputs, so all of them reach the same verdict.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _parts(x: torch.Tensor, p: Placement, k: int, generator: torch.Generator) ->
     if isinstance(p, Replicate):
         return [x] * k
     if isinstance(p, Shard):
-        cut = list(x.chunk(k, p.dim))
-        return cut if len(cut) == k and x.shape[p.dim] >= k else None
+        sharded = list(x.chunk(k, p.dim))
+        return sharded if len(sharded) == k and x.shape[p.dim] >= k else None
     if not isinstance(p, Partial) or x.dtype == torch.bool:
         return None
     noise = [_like(x, generator) for _ in range(k - 1)]

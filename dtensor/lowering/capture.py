@@ -37,7 +37,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm(self, run: Callable[[], Any], times: int) -> None:
-        """Run on a stream beside, as capturing does, so that libraries have their workspaces."""
+        """Run on another stream, as capturing does, so that libraries have their workspaces."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""Groups of layers that may be cut together: columns whose outputs meet in one row layer and go nowhere else.
+"""Groups of layers that may be sharded together: columns whose outputs meet in one row layer and go nowhere else.
 
     q, k, v -> o        q -> q_norm, k -> k_norm, v -> o        gate, up -> down
 

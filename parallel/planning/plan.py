@@ -52,7 +52,7 @@ def parallelize_module(
         parallelize_plan: a style for `module` itself, or a mapping from dotted paths to styles. Each part of a
             path may hold `*`, `?` and `[...]`, matched against the names of children; "" is `module` itself. A path
             to a child that was set to None, as pipeline stages do with what they lack, is passed over.
-        src_data_rank: position on the mesh whose parameter values count; None: every rank cuts its own values
+        src_data_rank: position on the mesh whose parameter values count; None: every rank shards its own values
             and nothing is sent.
         axis, others: for a mesh of several axes: the axis that the styles work on, by name or number, and how plain
             tensors lie over the other ones: one placement, or a mapping from axes to placements. Parameters are

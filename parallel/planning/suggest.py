@@ -1,12 +1,13 @@
 """suggest_plan: a tensor-parallel plan for a model that nobody wrote one for.
 
 The model runs once on fake tensors (`trace`), which shows what feeds what; no names are looked at. Layers
-whose outputs meet in one other layer, and go nowhere else, are cut by columns and that one by rows (`groups`):
+whose outputs meet in one other layer, and go nowhere else, are sharded by columns and that one by rows (`groups`):
 
     q, k, v -> o        gate, up -> down        w1, w3 -> w2 of every expert        c_attn -> c_proj
 
 Whether that is right depends on what is computed between them, so each such group is tried out (`trial`).
-The token embedding is cut by rows and the head by columns. Everything else is left alone, with a note that says why.
+The token embedding is sharded by rows and the head by columns. Everything else is left alone, with a note that says
+why.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _with_ends(
             comments[path] = "gathers its output; for loss_parallel: ColwiseParallel(use_local_output=False)"
     ends = {**first, **last}
     for path in [p for tie in _ties(trial.model) if not tie <= ends.keys() for p in tie & ends.keys()]:
-        notes.append(f"{path} left alone: it shares its weight with a module that is not cut")
+        notes.append(f"{path} left alone: it shares its weight with a module that is not sharded")
         first.pop(path, None)
         last.pop(path, None)
     done = {**first, **entries, **last}

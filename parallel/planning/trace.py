@@ -6,7 +6,7 @@ layer in between, parameters used outside of layers, and the model's inputs.
     x = norm(h)              {norm}
     q, k, v = wq(x), ...     {wq}, {wk}, {wv}
     y = attention(q, k, v)   {wq, wk, wv}
-    o = wo(y)                wo's input has origins {wq, wk, wv}: they meet nowhere else, so wo may be cut by rows
+    o = wo(y)                wo's input has origins {wq, wk, wv}: they meet nowhere else, so wo may be sharded by rows
 
 A layer is a module that multiplies by a weight, a lookup, or any other module with parameters and no children.
 """
@@ -103,11 +103,11 @@ class Trace(TorchDispatchMode):
         """Note where the outputs come from."""
         self.outputs = self._of(output)
 
-    def unlike(self, other: Trace) -> str:
+    def difference(self, other: Trace) -> str:
         """The first operator outside of layers that gave other local shapes in `other`, told; "" where none did.
 
-        One number in the code can mean two things: `view(b, t, heads, -1)` of a cut tensor gives a DTensor heads / k
-        heads on each rank, and of that rank's piece it makes all `heads`, each of a k-th of the width.
+        One number in the code can mean two things: `view(b, t, heads, -1)` of a sharded tensor gives a DTensor
+        heads / k heads on each rank, and of that rank's piece it makes all `heads`, each of a k-th of the width.
         """
         for (name, mine), (theirs, shapes) in zip(self.shapes, other.shapes, strict=False):
             if name != theirs:

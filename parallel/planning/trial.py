@@ -8,7 +8,7 @@ A group is tried three times, on all layers that are alike at once:
     3. with DTensors and no help: the model must run
 
 Layers with parameters between them (a norm of each head) get those replicated, and their gradients summed: they see
-one cut tensor, as a norm of a cut sequence does. A group that passes 1 and 2 hands over plain
+one sharded tensor, as a norm of a sharded sequence does. A group that passes 1 and 2 hands over plain
 tensors, one that passes 1 and 3 DTensors; others are left alone.
 """
 
@@ -82,19 +82,19 @@ class Trial:
         group, names = groups[0], names_of(self.model, groups)
         try:
             with implicit_replication():
-                meant, run = self._run(_styles(group, names, local=False, cut=None), frozen=True)
+                meant, run = self._run(_styles(group, names, local=False, sharded=None), frozen=True)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             return None, str(error).partition("\n")[0]
         if run.error is not None:
             return None, f"on DTensors {run.error[0] or 'the model'} raises {type(run.error[1]).__name__}"
-        cut, why = self._cut_dims(run, group, names)
+        sharded, why = self._sharded_dims(run, group, names)
         if why:
             return None, why
-        styles = _styles(group, names, True, cut)
+        styles = _styles(group, names, True, sharded)
         unfit = self._unfit(styles, meant)
         if not unfit:
             return styles, _told(group)
-        styles = _styles(group, names, False, cut)
+        styles = _styles(group, names, False, sharded)
         _, run = self._run(styles)
         if run.error is None and self._same_shapes(run):
             return styles, f"{_told(group)}, with DTensors between them: on plain local tensors {unfit}"
@@ -113,9 +113,9 @@ class Trial:
             name = min(str(op[0]) for op in trace.ops - self.plain.ops)
             known = any(name == op[0] for op in self.plain.ops)
             return f"{called(name)} would {'take other numbers' if known else 'run, which it does not in one process'}"
-        if meant.unlike(trace):
+        if meant.difference(trace):
             trace, _ = self._run(styles, frozen=True)  # as `meant` was: gradients change what some operators do
-        return meant.unlike(trace)
+        return meant.difference(trace)
 
     # ------------------------------------------------------------ runs
     def _run(self, plan: Styles, frozen: bool = False) -> tuple[Trace, Rehearsal]:
@@ -136,30 +136,32 @@ class Trial:
     def _same_shapes(self, run: Rehearsal) -> bool:
         return [y.shape for y in leaves(run.output)] == self.shapes
 
-    def _cut_dims(self, run: Rehearsal, group: Group, names: list[list[str]]) -> tuple[list[int], str]:
-        """The dim that comes cut to each layer between. Also why the group will not do, where something is sent."""
+    def _sharded_dims(self, run: Rehearsal, group: Group, names: list[list[str]]) -> tuple[list[int], str]:
+        """The dim that comes sharded to each layer between. Also why the group will not do, where something is sent."""
         rows = self._paths(each[-1] for each in names)
-        cut: list[set[int | None]] = [set() for _ in group.between]
-        between = [self._paths(each[len(group.columns) + i] for each in names) for i in range(len(cut))]
+        sharded: list[set[int | None]] = [set() for _ in group.between]
+        between = [self._paths(each[len(group.columns) + i] for each in names) for i in range(len(sharded))]
         for call in run.calls:
             sent = any(s and (call.path not in rows or phase != "output") for phase, s in call.sent.items())
             moved = call.path in rows and call.seen.get("came") != call.seen.get("prepared")
             if sent or moved:
-                return [], f"what is computed between them does not stay cut (at {call.path or 'the model'})"
-            for dims, paths in zip(cut, between, strict=True):
-                dims |= {_cut_dim(text) for text in call.seen.get("came", ())} if call.path in paths else set()
-        found = [d for dims in cut for d in dims if d is not None and len(dims) == 1]
-        return found, "" if len(found) == len(cut) else f"{pattern(group.between[0].path)} does not see one cut tensor"
+                return [], f"what is computed between them does not stay sharded (at {call.path or 'the model'})"
+            for dims, paths in zip(sharded, between, strict=True):
+                dims |= {_sharded_dim(text) for text in call.seen.get("came", ())} if call.path in paths else set()
+        found = [d for dims in sharded for d in dims if d is not None and len(dims) == 1]
+        if len(found) == len(sharded):
+            return found, ""
+        return found, f"{pattern(group.between[0].path)} does not see one sharded tensor"
 
     def _paths(self, names: Iterable[str]) -> set[str]:
         return {p for name in names for p, _ in find(self.model, name.split("."), "")}
 
 
-def _cut_dim(layout: str) -> int | None:
-    """The dim that is cut in a layout string such as `f32[2,8@tp,16]`; None where none or several are."""
+def _sharded_dim(layout: str) -> int | None:
+    """The dim that is sharded in a layout string such as `f32[2,8@tp,16]`; None where none or several are."""
     dims = layout[layout.index("[") + 1 : layout.index("]")].split(",")
-    cut = [i for i, n in enumerate(dims) if "@" in n]
-    return cut[0] if len(cut) == 1 and ":" not in dims[cut[0]] else None
+    sharded = [i for i, n in enumerate(dims) if "@" in n]
+    return sharded[0] if len(sharded) == 1 and ":" not in dims[sharded[0]] else None
 
 
 def other_meaning(
@@ -210,13 +212,13 @@ def _whole(style: ParallelStyle) -> ParallelStyle:
 
 
 # ------------------------------------------------------------ styles
-def _styles(group: Group, names: list[list[str]], local: bool, cut: list[int] | None) -> Styles:
-    """A plan for the group's layers. `cut`: the dims of what is between; None: that gets no style yet."""
+def _styles(group: Group, names: list[list[str]], local: bool, sharded: list[int] | None) -> Styles:
+    """A plan for the group's layers. `sharded`: the dims of what is between; None: that gets no style yet."""
     styles: Styles = {}
     for each in names:
         for name, layer in zip(each, group.columns, strict=False):
             styles[name] = _column(layer, local)
-        for name, dim in zip(each[len(group.columns) :], cut or (), strict=False):
+        for name, dim in zip(each[len(group.columns) :], sharded or (), strict=False):
             styles[name] = SequenceParallel(sequence_dim=dim, use_local_output=local)
         styles[each[-1]] = RowwiseParallel(weight_dims=group.row.weight_dims)
     return styles

@@ -24,7 +24,7 @@ HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_pre_hooks",
     "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-BESIDE = {
+FLAGS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
@@ -52,7 +52,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     """Undo `parallelize_module` on `module` and all below it, in place, and return it.
 
     Parameters and buffers that are DTensors become plain tensors with all their elements, on every rank (one
-    gather for each that is cut); gradients likewise. What was shared stays shared, frozen stays frozen, and
+    gather for each that is sharded); gradients likewise. What was shared stays shared, frozen stays frozen, and
     `state_dict` has the keys it had. The hooks of styles, of `distribute_module` and of `input_reshard` go, others
     stay. Parameters are new objects: make optimizers anew. A module without DTensors is left as it is. All ranks of
     the mesh must take part.
@@ -110,5 +110,5 @@ def _remove_hooks(part: nn.Module) -> None:
             made_in = getattr(hook, "__module__", None) or ""
             if (kind, number) in added or made_in.partition(".")[0] == "dtensor":
                 del hooks[number]
-                for beside in BESIDE.get(kind, ()):
-                    getattr(part, beside, {}).pop(number, None)
+                for flags in FLAGS.get(kind, ()):
+                    getattr(part, flags, {}).pop(number, None)

@@ -69,7 +69,7 @@ def checking() -> Checks:
 def compare_inputs(x: torch.Tensor, mesh: DeviceMesh, placed: list[Placement], call: str, known: int | None) -> None:
     """Raise ValueError on all ranks of `mesh` where their `x` do not make one tensor laid out as `placed`.
 
-    `known`: a dim that may be cut unevenly.
+    `known`: a dim that may be sharded unevenly.
     """
     if mesh.get_coordinate() is None or mesh.size() == 1 or x.is_meta or isinstance(x, FakeTensor):
         return
@@ -108,7 +108,7 @@ def _told(call: str, ranks: tuple[int, int], axis: str, placement: Placement, wh
     fix = (
         "pass the same tensor on all of them, or say what it is, e.g. input_layouts=Shard(0)"
         if isinstance(placement, Replicate)
-        else "pass DTensors, which may be cut unevenly: use_local_output=False in the layer before"
+        else "pass DTensors, which may be sharded unevenly: use_local_output=False in the layer before"
     )
     return (
         f"{call}: the plain inputs of the ranks do not go together\n"

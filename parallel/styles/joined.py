@@ -64,7 +64,7 @@ def running_order(module: nn.Module) -> list[str]:
 
 
 def split_output(y: DTensor, sizes: Sequence[int], over: StyleAxis, dim: int) -> list[torch.Tensor]:
-    """The parts of an output in the order of the ranks, each a DTensor cut along `dim`."""
+    """The parts of an output in the order of the ranks, each a DTensor sharded along `dim`."""
     placed = list(y.placements)
     out: list[torch.Tensor] = []
     for size, part in zip(sizes, y.to_local().split([n // over.size for n in sizes], dim), strict=True):

@@ -22,7 +22,7 @@ __all__ = ["Kind", "kind_of"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`column`, `row`: the dim of each parameter that is cut; those not named are replicated.
+    """`column`, `row`: the dim of each parameter that is sharded; those not named are replicated.
 
     Attributes:
         dim: where the features are in input and output, counted from the end.

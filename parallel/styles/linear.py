@@ -2,8 +2,8 @@
 
 Over an axis of k ranks, y = x W^T + b with W of shape [out, in]:
 
-    Colwise   W cut on out: each rank computes its columns of y           x whole, y cut on the last dim
-    Rowwise   W cut on in:  each rank computes a summand of y             x cut on the last dim, y reduced
+    Colwise   W sharded on out: each rank computes its columns of y     x replicated, y sharded on the last dim
+    Rowwise   W sharded on in:  each rank computes a summand of y       x sharded on the last dim, y reduced
 
 A Colwise layer hands over to a Rowwise one with no communication between them; plain tensors in between
 need not be even, because the Rowwise layer knows how many features it has in all. `parallel.styles.kinds` says what the
@@ -39,7 +39,7 @@ __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
 class _WeightStyle(WeightSteps, ParallelStyle):
-    """What the two styles share: parameters cut as the module's kind says, input and output brought to a layout.
+    """What the two styles share: parameters sharded as the module's kind says, input and output brought to a layout.
 
     Attributes:
         input_layouts, output_layouts: (placement,); where none was given, a Linear's, and other modules have their own.
@@ -83,8 +83,8 @@ class _WeightStyle(WeightSteps, ParallelStyle):
             "multiplies by its `weight`, or write a ParallelStyle of your own"
         )
 
-    def _cuts(self, kind: Kind) -> Mapping[str, int]:
-        """Dim of each parameter that is cut."""
+    def _sharded_dims(self, kind: Kind) -> Mapping[str, int]:
+        """Dim of each parameter that is sharded."""
         raise NotImplementedError
 
     def _desired(self, kind: Kind, ranks: int) -> Placement:
@@ -114,9 +114,9 @@ class _WeightStyle(WeightSteps, ParallelStyle):
         check_fresh(self, module, device_mesh)
 
     def _layouts(self, module: nn.Module) -> dict[str, Placement]:
-        cuts = self._cuts(self._kind(module))
+        dims = self._sharded_dims(self._kind(module))
         names = [n for n, _ in module.named_parameters(recurse=False)]
-        return {n: Shard(cuts[n]) if n in cuts else Replicate() for n in names}
+        return {n: Shard(dims[n]) if n in dims else Replicate() for n in names}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check(module, device_mesh)
@@ -158,13 +158,13 @@ class _WeightStyle(WeightSteps, ParallelStyle):
 
 
 class ColwiseParallel(_WeightStyle):
-    """Cut a module's parameters along its output features: a Linear's weight and bias on dim 0, an Embedding's on 1.
+    """Shard a module's parameters along its output features: a Linear's weight and bias on dim 0, an Embedding's on 1.
 
     Args:
         input_layouts: layout of the input when it is a plain tensor; Replicate() by default. Whatever layout
             the input has, it is brought to Replicate(). (A convolution with groups, if they divide by the number of
-            ranks, takes its channels cut: by default and by need.)
-        output_layouts: layout of the output; by default cut along its features, which is free: Shard(-1), or the
+            ranks, takes its channels sharded: by default and by need.)
+        output_layouts: layout of the output; by default sharded along its features, which is free: Shard(-1), or the
             channels of a convolution.
         use_local_output: give back this rank's plain tensor instead of a DTensor.
         weight_dims: (dim of the output features, dim of the input features) of `weight`, for a module that
@@ -176,7 +176,7 @@ class ColwiseParallel(_WeightStyle):
 
     default_output = Shard(-1)
 
-    def _cuts(self, kind: Kind) -> Mapping[str, int]:
+    def _sharded_dims(self, kind: Kind) -> Mapping[str, int]:
         return kind.column
 
     @property
@@ -191,7 +191,7 @@ class ColwiseParallel(_WeightStyle):
 
 
 class RowwiseParallel(_WeightStyle):
-    """Cut a module's weight along its input features (dim 1 of a Linear's); an Embedding's along its rows, dim 0.
+    """Shard a module's weight along its input features (dim 1 of a Linear's); an Embedding's along its rows, dim 0.
 
     A bias is replicated.
 
@@ -207,7 +207,7 @@ class RowwiseParallel(_WeightStyle):
 
     default_input = Shard(-1)
 
-    def _cuts(self, kind: Kind) -> Mapping[str, int]:
+    def _sharded_dims(self, kind: Kind) -> Mapping[str, int]:
         return kind.row
 
     def _desired(self, kind: Kind, ranks: int) -> Placement:

@@ -1,6 +1,6 @@
 """PackedColwiseParallel: a column-wise layer whose outputs are several projections side by side (qkv, gate and up).
 
-A plain cut of the output features would give one rank all of q and another all of v. Here every part is cut, so
+Ordinary shards of the output features would give one rank all of q and another all of v. Here every part is sharded, so
 that each rank holds its own features of each part, packed in the same order:
 
     features      q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3        sizes=(4, 4, 4), 2 ranks
@@ -41,7 +41,7 @@ class PackedColwiseParallel(ColwiseParallel):
         sizes: output features of each part, in order; their sum is all of them.
         unit: features that must stay together, e.g. the width of a head. Shards then hold whole units.
         input_layouts, use_local_output, weight_dims: as for ColwiseParallel.
-        output_layouts: layout of the output; by default every part is cut, which is free. The local output then is
+        output_layouts: layout of the output; by default every part is sharded, which is free. The local output then is
             this rank's features of each part, one after the other.
 
     Raises ValueError, before anything is changed, where the sizes are not those of the module, where shards would not

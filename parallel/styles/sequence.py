@@ -1,4 +1,4 @@
-"""SequenceParallel: norms and dropout that work on a sequence cut over the axis, with replicated parameters."""
+"""SequenceParallel: norms and dropout that work on a sequence sharded over the axis, with replicated parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["SequenceParallel"]
 
 
 class SequenceParallel(SequenceSteps, ParallelStyle):
-    """Run a module (LayerNorm, RMSNorm, Dropout, ...) on activations that are cut along the sequence.
+    """Run a module (LayerNorm, RMSNorm, Dropout, ...) on activations that are sharded along the sequence.
 
     Args:
-        sequence_dim: the dim that is cut; 1 for [batch, sequence, ...].
+        sequence_dim: the dim that is sharded; 1 for [batch, sequence, ...].
         use_local_output: give back this rank's plain tensor instead of a DTensor.
 
     A plain input is taken as this rank's piece already; a DTensor is brought to Shard(sequence_dim). The

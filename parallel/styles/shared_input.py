@@ -1,6 +1,6 @@
 """One input of several modules is laid out once: one gather forward and one reduction backward for all of them.
 
-Query, key and value projections are cut by columns and read the same activation. Laid out by each of them anew,
+Query, key and value projections are sharded by columns and read the same activation. Laid out by each of them anew,
 it is gathered three times, and the three pending sums of its gradient are reduced one by one:
 
     x --from_local--> q        grad_q {P} --all-reduce--\\
@@ -81,7 +81,7 @@ _running = _Running()
 def shared(x: object, key: tuple[object, ...], make: Callable[[], DTensor]) -> DTensor:
     """`make()`, or what it gave for the same `x` and `key` earlier in the scope.
 
-    `key` must hold all that `make` depends on beside `x` and torch's modes.
+    `key` must hold all that `make` depends on besides `x` and torch's modes.
     """
     if torch.compiler.is_compiling() or not _running.scopes or not _can_be_shared(x):
         return make()

@@ -45,7 +45,7 @@ def _placed(x: object, mesh: DeviceMesh, given: Placement, desired: Placement, w
 
 
 class WeightSteps:
-    """Of styles that cut a weight."""
+    """Of styles that shard a weight."""
 
     src_data_rank: int | None
     input_layouts: tuple[Placement, ...]
@@ -57,14 +57,14 @@ class WeightSteps:
         raise NotImplementedError
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Cut the parameters of a Linear."""
+        """Shard the parameters of a Linear."""
         for key, layout in self._layouts(module).items():
             param = getattr(module, key)
             value = distribute_tensor(param, device_mesh, [layout], src_data_rank=self.src_data_rank)
             module.register_parameter(key, nn.Parameter(value, requires_grad=param.requires_grad))
 
     def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Cut the parameters of an Embedding."""
+        """Shard the parameters of an Embedding."""
         WeightSteps._partition_linear_fn(self, name, module, device_mesh)
 
     @staticmethod
@@ -111,9 +111,9 @@ class SequenceSteps:
 
     @staticmethod
     def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> object:
-        """The inputs, the first one cut along the sequence."""
-        cut = sequence_sharding[0]
-        return (_placed(inputs[0], device_mesh, cut, cut, type(mod).__name__), *inputs[1:])
+        """The inputs, the first one sharded along the sequence."""
+        sharded = sequence_sharding[0]
+        return (_placed(inputs[0], device_mesh, sharded, sharded, type(mod).__name__), *inputs[1:])
 
     @staticmethod
     def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> object:

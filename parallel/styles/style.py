@@ -40,7 +40,7 @@ class ParallelStyle(ABC):
     """How to lay out one module. Subclass it and write `_apply` to make a style of your own.
 
     Attributes, set by `parallelize_module`:
-        src_data_rank: rank (position on the mesh) whose parameter values count; None: each rank cuts its own,
+        src_data_rank: rank (position on the mesh) whose parameter values count; None: each rank shards its own,
             without communication.
         axis, others: which axis of a mesh of several the style works on, and how plain tensors lie over the
             other ones; `over(mesh)` puts them together.
@@ -71,7 +71,7 @@ class ParallelStyle(ABC):
         """Lay `module` out in place over `device_mesh` and return it, or the module to put in its place."""
 
     def _undo(self, module: nn.Module) -> None:  # noqa: B027 - most styles change nothing else
-        """Take back what `_apply` did to `module` beside hooks, parameters and buffers, which are seen to anyway."""
+        """Take back what `_apply` did to `module` other than hooks, parameters and buffers, which are undone anyway."""
 
     def over(self, device_mesh: DeviceMesh) -> StyleAxis:
         """The mesh axis to work on. ValueError where the mesh has several and none was named."""
@@ -141,7 +141,7 @@ def wrap(
 ) -> DTensor:
     """`x` as a DTensor: a DTensor is returned as it is, a plain tensor is taken as this rank's piece of `layout`.
 
-    known: (a dim counted from the end, its global size). A piece that is cut there then needs not be even.
+    known: (a dim counted from the end, its global size). A piece that is sharded there then needs not be even.
     Raises TypeError for something else, ValueError when the tensor does not fit `known`.
     """
     if isinstance(x, DTensor):
@@ -152,15 +152,15 @@ def wrap(
         raise TypeError(f"{call}: expected a tensor to lay out as {layout}, got {type(x).__name__}")
     placed = over.piece(layout, call)
     dim = x.ndim if known is None else x.ndim + known[0]
-    cut = known is not None and isinstance(layout, Shard) and 0 <= dim < x.ndim and layout.dim % x.ndim == dim
+    sharded = known is not None and isinstance(layout, Shard) and 0 <= dim < x.ndim and layout.dim % x.ndim == dim
     mode = over.check or checking()
     told = (call, tuple(placed), x.shape, x.dtype)
     if mode is True or mode and told not in over.compared:
-        compare_inputs(x, over.mesh, placed, call, dim if cut else None)
+        compare_inputs(x, over.mesh, placed, call, dim if sharded else None)
         over.compared.add(told)
-    if known is not None and not cut and 0 <= dim and x.shape[dim] != known[1]:
+    if known is not None and not sharded and 0 <= dim and x.shape[dim] != known[1]:
         raise ValueError(_other_features(f"{x.dtype} {list(x.shape)}", x.shape[dim], over, known, call))
-    if known is None or not cut:
+    if known is None or not sharded:
         return DTensor.from_local(x, over.mesh, placed, run_check=False)
     _check_piece(x.shape[dim], over, known, call)
     shape = [known[1] if d == dim else over.extent(n, d, x.ndim) for d, n in enumerate(x.shape)]
@@ -176,7 +176,7 @@ def _other_features(got: str, size: int, over: StyleAxis, known: tuple[int, int]
         "  fix: RowwiseParallel() for this module, which takes pieces; or ColwiseParallel(output_layouts=Replicate()) "
         f"for the one before; or input_layouts=Shard({dim}) here, which gathers them"
         if piece
-        else "  fix: pass what the module takes in one process, or name in the plan which of its layers are cut"
+        else "  fix: pass what the module takes in one process, or name in the plan which of its layers are sharded"
     )
     return (
         f"{call}: the input has {size} features on dim {dim}, where the module takes {features} (in_features)\n"
@@ -195,7 +195,7 @@ def _check_piece(size: int, over: StyleAxis, known: tuple[int, int], call: str) 
         return
     whole = " (the whole dim: pass input_layouts=Replicate())" if size == features else ""
     raise ValueError(
-        f"{call}: a plain input is taken as this rank's piece of dim {dim}, which is cut\n"
+        f"{call}: a plain input is taken as this rank's piece of dim {dim}, which is sharded\n"
         f"  got: a size of {size} there{whole}\n"
         f"  rule: rank {r} of {k} holds {want} of the module's {features} input features\n"
         f"  fix: pass the piece, a DTensor, or the input_layouts that the tensor really has; {SEE_INPUTS}"

@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Any, Any, str | None]] = {
     "replicas that differ": (WHOLE, lambda r: torch.full((2, 8), float(r == 3)), "ranks 0 and 3, tensors of different"),
     "even pieces": (ROWS, lambda r: torch.full((2, 8), float(r)), None),
     "uneven pieces": (ROWS, lambda r: torch.ones(1 if r == 2 else 2, 8), r"shapes \[2, 8\] and \[1, 8"),
-    "an empty piece": (ROWS, lambda r: torch.ones(0 if r == 3 else 2, 8), "which may be cut unevenly"),
+    "an empty piece": (ROWS, lambda r: torch.ones(0 if r == 3 else 2, 8), "which may be sharded unevenly"),
     "uneven features": (
         lambda m: parallelize_module(nn.Linear(7, 4), m, RowwiseParallel(), check_inputs=True),
         lambda r: torch.ones(2, 1 if r == 3 else 2), None),
