@@ -56,8 +56,6 @@ granted = PerThread(NOTHING)
 or are constants.
 """
 
-_ZEROS_OF_PARTS = ("aten.cat.default", "aten.stack.default")
-"""By these a formula of autograd joins the gradients of parts; the part that was not used has zeros."""
 _torch_implicit = getattr(torch._C, "_get_dtensor_allow_implicit_replication", lambda: False)
 """Set by torch's composites around plain tensors that they make themselves."""
 
@@ -108,7 +106,7 @@ def _check(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
             if not (number and not part) and not late.is_constant(t, formula):
                 raise _mixed(info, args, kwargs, place)
         return
-    if formula and (info.name in _ZEROS_OF_PARTS or all(t.is_meta for t in tensors)):
+    if formula and all(t.is_meta for t in tensors):
         return  # on meta torch asks for the shape of a sum with zeros
     good = [number or formula or granted.value == COMPARED for number in numbers]
     if torch._C._current_graph_task_id() >= 0 or forward_ad._current_level >= 0:
