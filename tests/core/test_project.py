@@ -87,7 +87,8 @@ def imports_of(path: Path) -> Iterator[Import]:
 @functools.cache
 def layers() -> tuple[tuple[str, ...], ...]:
     """The rows of the table in docs/architecture.md, section 2."""
-    section = re.split(r"^## ", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)[2]
+    sections = re.split(r"^## ", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)
+    section = next(text for text in sections if text.startswith("2. Packages"))
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return tuple(tuple(name.strip("/") for name in re.findall(r"`([\w./]+)`", row)) for row in rows)
 
