@@ -1,7 +1,7 @@
 """What does a training step of a transformer block cost on GPUs, tensor-parallel over all of them?
 
 Two sizes, a small one, in which the host is all, and a large one; each with the activations between the halves whole
-on every rank, and cut along the sequence. Four programs: both engines, ours lowered, and the same model by hand on
+on every rank, and sharded along the sequence. Four programs: both engines, ours lowered, and the same model by hand on
 plain tensors with `torch.distributed` calls. Activations are [sequence, batch, features], as a cut of the first dim is
 gathered and reduced without copies.
 """
@@ -25,7 +25,7 @@ Step = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The block's sizes; `cut`: activations between the halves are cut along the sequence."""
+    """The block's sizes; `cut`: activations between the halves are sharded along the sequence."""
 
     cut: bool
     length: int
@@ -35,7 +35,7 @@ class Sizes:
     hidden: int
 
     def __str__(self) -> str:
-        return f"{self.length} x {self.batch} x {self.width}, {'sequence cut' if self.cut else 'whole'}"
+        return f"{self.length} x {self.batch} x {self.width}, {'sequence sharded' if self.cut else 'whole'}"
 
 
 def sizes(at: timing.Rank) -> list[Sizes]:
@@ -57,7 +57,7 @@ def part(n: str, t: torch.Tensor, at: timing.Rank) -> torch.Tensor:
 
 
 def batch(s: Sizes, at: timing.Rank) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch and its targets, this rank's rows of the sequence where it is cut."""
+    """A batch and its targets, this rank's rows of the sequence where it is sharded."""
     torch.manual_seed(1)
     whole = (torch.randn(s.length, s.batch, s.width).to(at.device, at.dtype) for _ in range(2))
     x, y = (t.chunk(at.world)[at.rank].clone() if s.cut else t for t in whole)
@@ -116,7 +116,7 @@ def of_engine(name: str, s: Sizes, at: timing.Rank) -> tuple[Callable[..., torch
 
 
 class Enter(torch.autograd.Function):
-    """All ranks use the activations on their parts of a weight: gathered if cut, and their gradients are summed."""
+    """All ranks use the activations on their parts of a weight: gathered if sharded, and their gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: bool) -> torch.Tensor:
@@ -171,7 +171,7 @@ def by_hand(s: Sizes, at: timing.Rank) -> Step:
     x, y = batch(s, at)
     shared = [
         t for n, t in p.items() if n not in SPLIT
-    ]  # used on cut activations: each rank has a part of the gradient
+    ]  # used on sharded activations: each rank has a part of the gradient
 
     def step() -> torch.Tensor:
         out = block(
@@ -247,7 +247,7 @@ def run(at: timing.Rank) -> str:
     hosts, whole, counts, notes = [], [], [], []
     for s in sizes(at):
         if s.heads % at.world:
-            notes.append(f"{s}: {s.heads} heads are not cut over {at.world} ranks")
+            notes.append(f"{s}: {s.heads} heads are not sharded over {at.world} ranks")
             continue
         steps, _, said = begun(s, at)
         notes += said

@@ -2,7 +2,7 @@
 
 The plans are those of all pairs over {R, S(0), S(1), split-factor S(0), P} on one and two axes, and of pairs drawn at
 random on three and four, for even, uneven and large shapes; with the default cost model, and with one that decides by
-seconds on links of unlike speed, as measured models do. Each plan is made three times and its best time counts. The
+seconds on links of different speed, as measured models do. Each plan is made three times and its best time counts. The
 first calls are whole ones, on shapes that were not seen before, by both engines; communicators of several axes, which a
 mesh makes once, are there before.
 """

@@ -45,7 +45,7 @@ def distribute_tensor(
         device_mesh: default: the mesh of the enclosing `with mesh:`.
         placements: one per mesh axis; default all `Replicate()`. `Partial(op)` gives parts that reduce to
             the tensor (sum: position 0 holds it, the others zero).
-        src_data_rank: position, on every mesh axis, of the rank whose data counts; None: every rank cuts its
+        src_data_rank: position, on every mesh axis, of the rank whose data counts; None: every rank shards its
             own, and nothing is sent.
 
     Returns:
@@ -118,10 +118,10 @@ def _cut(local: torch.Tensor, spec: Spec, src: int | None) -> torch.Tensor:
 def _scatter(local: torch.Tensor, here: Spec, there: Spec, axis: int, dim: int, src: int) -> torch.Tensor:
     """Every position of `axis` gets its chunk of position `src`'s tensor."""
     k, n = here.mesh.shape[axis], local.shape[dim]
-    cuts = [chunk(n, k, i) for i in range(k)]
+    splits = [chunk(n, k, i) for i in range(k)]
     comm = here.mesh.comm(axis)
-    parts = [local.narrow(dim, *cut).contiguous() for cut in cuts] if comm.rank == src else None
-    shapes = [torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]]) for _, size in cuts]
+    parts = [local.narrow(dim, *cut).contiguous() for cut in splits] if comm.rank == src else None
+    shapes = [torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]]) for _, size in splits]
     return comm.scatter(parts, local.new_empty(there.local_shape), src, shapes=shapes)
 
 
@@ -237,7 +237,7 @@ def unguard_state(module: nn.Module) -> None:
 def _refuse_plain_state(module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
     """LayoutError, before anything of `module` is loaded, where plain tensors are to go into its DTensors.
 
-    Nothing says whether such a tensor is whole or this rank's part. Numbers pass, and so does all that counts as
+    Nothing says whether such a tensor is replicated or this rank's part. Numbers pass, and so does all that counts as
     replicated.
     """
     if replicates_implicitly():
@@ -249,7 +249,7 @@ def _refuse_plain_state(module: nn.Module, state: Mapping[str, Any], prefix: str
             explain_error(
                 "load_state_dict", f"plain tensors for {listed(plain)}",
                 f"a plain tensor would be written into a DTensor, e.g. {plain[0]} ({ours[plain[0]]._spec}); whether it "
-                "is whole or this rank's part is not known. Nothing of this module was loaded",
+                "is replicated or this rank's part is not known. Nothing of this module was loaded",
                 "where every rank has the whole tensors: with dtensor.experimental.implicit_replication(): "
                 "net.load_state_dict(state)",
             )

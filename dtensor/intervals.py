@@ -1,8 +1,8 @@
 """Which indices of a dim a position holds, and which of them two positions share: the arithmetic of shards.
 
-A dim of `n` cut over `k` positions has chunks of `ceil(n / k)`, the last ones smaller or empty, as `torch.chunk` gives
-them. With a split factor each of so many chunks is cut, and a position holds its chunk of each. What a position holds
-of a dim are runs (start, length), ascending; a `Region` has the runs of every dim:
+A dim of `n` sharded over `k` positions has chunks of `ceil(n / k)`, the last ones smaller or empty, as `torch.chunk`
+gives them. With a split factor each of so many chunks is sharded, and a position holds its chunk of each. What a
+position holds of a dim are runs (start, length), ascending; a `Region` has the runs of every dim:
 
     10 over 4 positions                 [0,3) [3,6) [6,9) [9,10)
     8 over 2, split factor 2            [0,2)+[4,6)  [2,4)+[6,8)
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
-    "Cut", "Interval", "Region", "Runs", "Tiling", "chunk", "chunk_size", "common", "common_runs", "cut_runs",
+    "Split", "Interval", "Region", "Runs", "Tiling", "chunk", "chunk_size", "common", "common_runs", "split_runs",
     "dim_intervals", "local_sizes", "part_of_runs", "parts_of_runs", "region_shape", "region_size", "share_of",
     "split_tensor",
 ]  # fmt: skip
@@ -31,7 +31,7 @@ Interval = tuple[int, int]
 Runs = tuple[Interval, ...]
 Region = tuple[Runs, ...]
 """Per dim, runs of a tensor's indices, ascending; () where there are none."""
-Cut = tuple[int, int, int]
+Split = tuple[int, int, int]
 """One placement on a dim: size of the axis, position on it, split factor (0 for a plain shard)."""
 
 
@@ -56,10 +56,10 @@ def share_of(n: int, k: int, r: int, factor: int = 1) -> int:
 
 
 def local_sizes(n: int, k: int, split: int = 1) -> set[int]:
-    """The sizes that there are of the parts of `n` elements cut over `k` positions, with a split factor.
+    """The sizes that there are of the parts of `n` elements sharded over `k` positions, with a split factor.
 
-    All of them, since the smallest part of what is cut twice need not come from the smallest part of the first cut:
-    over 3 positions 3 gives 1, 1, 1 and 4 gives 2, 2, 0.
+    All of them, since the smallest part of what is split twice need not come from the smallest part of the first
+    split: over 3 positions 3 gives 1, 1, 1 and 4 gives 2, 2, 0.
     """
     outer = chunk_size(n, max(split, 1))
     sizes = [outer, n % outer] if n else []  # chunks of one size, and a shorter one
@@ -89,16 +89,16 @@ def parts_of_runs(runs: Sequence[Interval], windows: Iterable[tuple[int, int]]) 
 
 
 @lru_cache(maxsize=65536)
-def dim_intervals(size: int, cuts: tuple[Cut, ...]) -> Runs:
-    """The intervals of a dim of `size` that are left after `cuts`, ascending; () when nothing is."""
+def dim_intervals(size: int, splits: tuple[Split, ...]) -> Runs:
+    """The intervals of a dim of `size` that are left after `splits`, ascending; () when nothing is."""
     runs: Runs = ((0, size),) if size else ()
-    for cut in cuts:
-        runs = cut_runs(runs, *cut)
+    for cut in splits:
+        runs = split_runs(runs, *cut)
     return runs
 
 
-def cut_runs(runs: Runs, k: int, r: int, factor: int) -> Runs:
-    """What a cut, whose size, position and split factor are given, leaves of `runs`, which are ascending."""
+def split_runs(runs: Runs, k: int, r: int, factor: int) -> Runs:
+    """What a split, whose size, position and split factor are given, leaves of `runs`, which are ascending."""
     if factor < 2 and len(runs) == 1:
         start, n = runs[0]
         first, length = chunk(n, k, r)
@@ -174,7 +174,7 @@ class Tiling(NamedTuple):
     [6, 8] over axes of 2 and 4, by columns and then columns again: `split` (6, 2, 4, 1), `order` (1, 2, 0, 3)
 
     Attributes:
-        split: the tensor's shape, each dim as the counts of the axes that cut it and what is left.
+        split: the tensor's shape, each dim as the counts of the axes that shard it and what is left.
         order: the dims of `split`, those of the axes first, in the order of the group: parts one after the other.
     """
 
@@ -185,15 +185,15 @@ class Tiling(NamedTuple):
     def of(
         cls, shape: Sequence[int], by_dim: Sequence[Sequence[tuple[int, int]]], axes: Sequence[int]
     ) -> Tiling | None:
-        """Of a tensor of `shape`, of which `by_dim` has the axes that cut each dim: (number of the axis, size).
+        """Of a tensor of `shape`, of which `by_dim` has the axes that shard each dim: (number of the axis, size).
 
-        None where some part would be smaller than others, or where an axis of `axes`, the sizes, cuts nothing.
+        None where some part would be smaller than others, or where an axis of `axes`, the sizes, shards nothing.
         """
         split: list[int] = []
         first: dict[int, int] = {}
         rest: list[int] = []
-        for n, cuts in zip(shape, by_dim):
-            for axis, k in cuts:
+        for n, splits in zip(shape, by_dim):
+            for axis, k in splits:
                 if n % k:
                     return None
                 n //= k
@@ -216,7 +216,7 @@ class Tiling(NamedTuple):
 def split_tensor(
     x: torch.Tensor, dim: int, split_factor: int, count: int, padded: bool, contiguous: bool
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """What `count` positions hold of `x`, cut along `dim`; with a split factor, of each of so many chunks of it.
+    """What `count` positions hold of `x`, sharded along `dim`; with a split factor, of each of so many chunks of it.
 
     With `padded` each part is filled up with zeros to the length of the longest, and the second list says by how many
     elements; without, it is empty. Raises IndexError for a dim that `x` does not have.

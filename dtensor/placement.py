@@ -1,11 +1,11 @@
 """Placements: what one mesh axis does to a tensor.
 
-A layout is a tuple of placements, one per mesh axis, composed left to right: axis 0 cuts the global
-tensor, axis 1 cuts what axis 0 left, and so on.
+A layout is a tuple of placements, one per mesh axis, composed left to right: axis 0 shards the global
+tensor, axis 1 shards what axis 0 left, and so on.
 
     Replicate()                        every position of the axis holds the same value
-    Shard(d)                           dim d is cut into ceil(n/k)-sized chunks, as torch.chunk does
-    StridedShard(d, split_factor=s)    dim d is seen as s chunks, each of which is cut
+    Shard(d)                           dim d is sharded into ceil(n/k)-sized chunks, as torch.chunk does
+    StridedShard(d, split_factor=s)    dim d is seen as s chunks, each of which is sharded
     Partial(op)                        the value is the reduction (op) of what the positions hold
 
 Placements are interned, so equality is identity; they are immutable, and print as torch's do.
@@ -73,7 +73,7 @@ class Placement(metaclass=ConstantMeta):  # type: ignore[metaclass]
 
 
 class Shard(Placement):
-    """Cut tensor dim `dim` over the axis, `torch.chunk` boundaries.
+    """Sharded tensor dim `dim` over the axis, `torch.chunk` boundaries.
 
     `dim` may be negative; functions that know the tensor's ndim normalise it. Raises TypeError when
     `dim` is no integer.
@@ -130,7 +130,7 @@ class Shard(Placement):
 
 
 class StridedShard(Placement):
-    """Split-factor shard: see `dim` as `split_factor` chunks, cut each over the axis, keep the r-th of each.
+    """Split-factor shard: see `dim` as `split_factor` chunks, split each over the axis, keep the r-th of each.
 
     What a view makes of a sharded minor dim (`[4, 8@x]` flattened is `32@x:4`), and what FSDP over TP
     needs. Like torch's `_StridedShard` (the same name is exported) it is not a `Shard` and

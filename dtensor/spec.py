@@ -9,7 +9,7 @@ cheap cache key. The geometry of a shard is computed dim by dim as *intervals* o
     dim of 8, split factor 2, axis of 2  position 0 holds [0,2)+[4,6), position 1 [2,4)+[6,8)
 
 A local shard is the product of its dims' intervals, in order. Placements on the same dim compose left to
-right: each cuts what the ones before it left.
+right: each shards what the ones before it left.
 
 Example:
     >>> spec = Spec.make(mesh, (Shard(0), Partial()), (8, 16), (16, 1), torch.float32)   # mesh ("dp", "tp")
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dtensor.errors import LayoutError, expect, explain_error, short
-from dtensor.intervals import Cut, Interval, dim_intervals, local_sizes, share_of
+from dtensor.intervals import Interval, Split, dim_intervals, local_sizes, share_of
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
@@ -248,7 +248,7 @@ class Spec:
 
     @property
     def num_shards_map(self) -> list[int]:
-        """Per dim of the tensor, into how many shards it is cut."""
+        """Per dim of the tensor, into how many shards it is sharded."""
         counts = [1] * len(self.shape)
         for p, k in zip(self.placements, self.mesh.shape, strict=True):
             if isinstance(p, (Shard, StridedShard)):
@@ -257,7 +257,7 @@ class Spec:
 
     @property
     def num_shards(self) -> int:
-        """Into how many shards the tensor is cut."""
+        """Into how many shards the tensor is sharded."""
         return math.prod(self.num_shards_map)
 
     def is_replicated(self) -> bool:
@@ -269,7 +269,7 @@ class Spec:
         return any(isinstance(p, Partial) for p in self.placements)
 
     def is_sharded_on(self, dim: int) -> bool:
-        """True when some axis cuts `dim` (plain or split-factor)."""
+        """True when some axis shards `dim` (plain or split-factor)."""
         return any(isinstance(p, (Shard, StridedShard)) and p.dim == dim for p in self.placements)
 
     def with_placements(self, placements: tuple[Placement, ...]) -> Spec:
@@ -287,13 +287,13 @@ class Spec:
     # ------------------------------------------------------------ geometry
     def intervals_of(self, coord: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
         """Per dim, the intervals of the global dim that the rank at `coord` holds."""
-        cuts: list[list[Cut]] = [[] for _ in self.shape]
+        splits: list[list[Split]] = [[] for _ in self.shape]
         for p, k, r in zip(self.placements, self.mesh.shape, coord, strict=True):
             if isinstance(p, Shard):
-                cuts[p.dim].append((k, r, 0))
+                splits[p.dim].append((k, r, 0))
             elif isinstance(p, StridedShard):
-                cuts[p.dim].append((k, r, p.split_factor))
-        return tuple(dim_intervals(n, tuple(c)) for n, c in zip(self.shape, cuts, strict=True))
+                splits[p.dim].append((k, r, p.split_factor))
+        return tuple(dim_intervals(n, tuple(c)) for n, c in zip(self.shape, splits, strict=True))
 
     def local_shape_of(self, coord: Sequence[int]) -> torch.Size:
         """Shape of the shard at `coord`."""
@@ -383,12 +383,12 @@ def _sizes_along(spec: Spec, dim: int) -> set[int]:
 
 
 def is_even(spec: Spec) -> bool:
-    """True where all ranks hold parts of one shape, whichever dims are cut, and as often as they are."""
-    cuts: dict[int, int] = {}
+    """True where all ranks hold parts of one shape, whichever dims are sharded, and as often as they are."""
+    splits: dict[int, int] = {}
     for p, k in zip(spec.placements, spec.mesh.shape, strict=True):
         if isinstance(p, (Shard, StridedShard)):
-            cuts[p.dim] = cuts.get(p.dim, 1) * k
-    return all(spec.shape[d] % k == 0 for d, k in cuts.items())
+            splits[p.dim] = splits.get(p.dim, 1) * k
+    return all(spec.shape[d] % k == 0 for d, k in splits.items())
 
 
 def make_spec(

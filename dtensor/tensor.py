@@ -327,7 +327,7 @@ class DTensor(_Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array, the same on every rank (gathers; a copy, unlike `to_local().numpy()`)."""
+        """The whole tensor as an array, the same on every rank (gathers; a copy, which `to_local().numpy()` is not)."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy() of a DTensor that requires grad: use x.detach().numpy()")
         with torch.no_grad():

@@ -75,10 +75,10 @@ def engine(name: str) -> SimpleNamespace:
 def shard(model: Llama, tp: Any, e: SimpleNamespace) -> None:
     """Spread `model` over the 1-D mesh `tp`: its parameters become DTensors.
 
-    Between the blocks the activations x[b, t, d] are cut by position, so that the norms and the sums do
+    Between the blocks the activations x[b, t, d] are sharded by position, so that the norms and the sums do
     each position once. Inside a block every rank sees all positions, for its own heads and its own part of
-    the feed-forward block: the first projections are cut by columns, the last by rows, and the sum over the
-    rows goes back to cut by position. The logits stay cut by class.
+    the feed-forward block: the first projections are sharded by columns, the last by rows, and the sum over the
+    rows goes back to sharded by position. The logits stay sharded by class.
     """
     by_position, whole = e.Shard(1), e.Replicate()
     plan = {

@@ -2,8 +2,8 @@
 
     loss = linear_cross_entropy(hidden, head.weight, labels)     # as F.cross_entropy(F.linear(hidden, weight), labels)
 
-Layouts. An axis that shards the weight's classes is a *class axis*; on it hidden states and targets are whole. On the
-other axes the weight is whole, and rows may be sharded:
+Layouts. An axis that shards the weight's classes is a *class axis*; on it hidden states and targets are replicated. On
+the other axes the weight is replicated, and rows may be sharded:
 
                     class axis        other axes
     hidden          R                 R, or S(d) of a row dim

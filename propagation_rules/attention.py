@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: batch and heads are free, sequences and widths stay whole.
+"""Scaled dot-product attention: batch and heads are free, sequences and widths stay replicated.
 
     query  b (g r) [q] [e]     key  b g [k] [e]     value  b g [k] [v]      ->  output  b (g r) [q] [v]
 

@@ -1,7 +1,7 @@
 """Batch normalisation.
 
     evaluating    n c s ..., c, c, c, c -> n c s ..., 0, 0        everything is free
-    training      the batch is whole, with a kernel that gathers count, mean and squared deviations of every channel,
+    training      a kernel shards the batch and gathers count, mean and squared deviations of every channel,
                   so that the statistics are those of the whole batch
 
 Running statistics are written although the schema of `native_batch_norm` does not say so. They stay where they are,
@@ -33,7 +33,7 @@ from dtensor.rules.rule import Dims, Kernel, Rule, linear
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
 
-from .build.dtypes import accumulation_dtype, unlike_statistics
+from .build.dtypes import accumulation_dtype, separate_statistics
 from .build.empty_shards import is_empty_shard, zeros_of
 from .build.gathered import output_spec
 from .build.labelled import share_of
@@ -138,7 +138,7 @@ def batch_norm_backward(call: Call) -> Rule:
     kernel = Kernel("batch_norm backward", frozenset(), how, _run_backward)
     rule = _rule(call, (True, False, False), bool(call["train"]), kernel)
     at = call.names.index("grad_out")
-    apart = bool(call["train"]) and unlike_statistics(call, "save_mean", "weight", *RUNNING)
+    apart = bool(call["train"]) and separate_statistics(call, "save_mean", "weight", *RUNNING)
     return replace(
         rule, linear=(linear(at),), bind=lambda ins, outs: zeros_of(outs) if is_empty_shard(ins[at]) else None,
         local=(lambda ins, outs: _run_backward) if apart else None,

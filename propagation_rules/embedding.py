@@ -75,7 +75,7 @@ def embedding(call: Call) -> Rule:
     v, d = n, n + 1
     kernel = Kernel("embedding", frozenset({v}), ("sum",), _run_embedding)
 
-    def owes(axis: int, choice: Choice) -> tuple[str, int, int] | None:
+    def price_later(axis: int, choice: Choice) -> tuple[str, int, int] | None:
         """Where the indices are sharded the result is wanted sharded too; the kernel leaves it pending.
 
         Counted where that and the indices are more than the table, which is not gathered to save a launch.
@@ -87,7 +87,7 @@ def embedding(call: Call) -> Rule:
 
     return Rule(
         (((v,), (d,)), rows), ((*rows, (d,)),), (*indices.shape, *table.shape), frozenset({v}),
-        linear=(passes(0),), kernels=(kernel,), owes=owes,
+        linear=(passes(0),), kernels=(kernel,), price_later=price_later,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def _run_embedding(ctx: KernelContext) -> torch.Tensor:
 def embedding_backward(call: Call) -> Rule:
     """`i... d, i... -> [v] d`, linear in the gradient. A kernel for v.
 
-    Scaling by frequency counts all indices, so their dims are whole then.
+    Scaling by frequency counts all indices, so their dims are replicated then.
     """
     grad, indices = call.inputs
     n = indices.ndim
@@ -114,14 +114,14 @@ def embedding_backward(call: Call) -> Rule:
     kernel = Kernel("embedding gradient", frozenset({v}), ("shard",), _run_embedding_backward)
     whole = frozenset({v, *range(n)}) if call["scale_grad_by_freq"] else frozenset({v})
     layout = getattr(call["num_weights"], "layout", (None,) * grad.mesh.ndim)
-    cuts = [p if isinstance(p, Shard) else None for p in layout]
+    splits = [p if isinstance(p, Shard) else None for p in layout]
 
-    def owes(axis: int, choice: Choice) -> tuple[str, int, int] | None:
+    def price_later(axis: int, choice: Choice) -> tuple[str, int, int] | None:
         """The move of the gradient to the layout of the table.
 
         A whole gradient is memory as well: where another way receives less, it is not made to save a launch.
         """
-        cut, out, size, k = cuts[axis], choice.outputs[0], shape[0] * shape[1], grad.mesh.shape[axis]
+        cut, out, size, k = splits[axis], choice.outputs[0], shape[0] * shape[1], grad.mesh.shape[axis]
         if cut is None:
             return ("all_gather", size // k, 1) if out == v else None
         if out == (v, d)[cut.dim]:
@@ -132,7 +132,7 @@ def embedding_backward(call: Call) -> Rule:
 
     return Rule(
         ((*rows, (d,)), rows), (((v,), (d,)),), (*indices.shape, *shape), whole, linear=(linear(0),), kernels=(kernel,),
-        owes=owes,
+        price_later=price_later,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Reading and writing at indices: the dims that indices point into stay whole, the others are free.
+"""Reading and writing at indices: the dims that indices point into stay replicated, the others are free.
 
     index_select(dim=0)   [n] b, i -> i b                 indices may be sharded, then the output is
     gather(dim=1)         b [n], b i -> b i               b only where index and input have the same size there
     scatter_add(dim=1)    b [n], b i, b i -> b [n]        i is summed: sharding it leaves a pending sum
     index                 [n] [m] b, i, i -> i b          indices broadcast; together, they take the first one's place
-    index_put             [n] b, i, i b -> [n] b          with accumulate i is summed, else it stays whole
+    index_put             [n] b, i, i b -> [n] b          with accumulate i is summed, else it stays replicated
 
 Reading moves elements, so the pending reductions of what is read pass. Indices are never pending. A dim that
 indices point into is written, `[n]`, not sharded by plain strategies; kernels shard it.
@@ -15,7 +15,7 @@ Reading and writing at indices along a dim that is sharded: each rank does what 
     x[i]            rank 0  x1 0 x3         rank 1  0 x6 0        the result is a pending sum
     x[i] = v        rank 0  v0 . v2         rank 1  . v1 .        what lies elsewhere goes to a spare row
 
-The indices are whole on these axes, the dims that they point into may have any intervals.
+The indices are replicated on these axes, the dims that they point into may have any intervals.
 """
 
 from __future__ import annotations

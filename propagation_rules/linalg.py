@@ -1,4 +1,4 @@
-"""Linear algebra: the dims of a matrix stay whole, batch dims are free, so are the columns of a right-hand side.
+"""Linear algebra: the dims of a matrix stay replicated, batch dims are free, so are the columns of a right-hand side.
 
     cholesky    ... [n] [n] -> ... [n] [n], ...                   and how it went, a number a matrix
     svd         ... [m] [n] -> ... [m] [k], ... [k], ... [k] [n]
@@ -171,7 +171,7 @@ def svd(call: Call) -> Rule:
 
 
 def cross(call: Call) -> Rule:
-    """Dims broadcast; the one that the product works along is whole."""
+    """Dims broadcast; the one that the product works along is replicated."""
     rule = broadcast_rule(call, sound_groups(call, (linear(0), linear(1))))
     out = call.outputs[0]
     assert out is not None

@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 
-from dtensor.rules.deferred import PutOff
+from dtensor.rules.deferred import Deferral
 from dtensor.rules.kernel import KernelContext, looks_at_values, traced
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Linear, Rule, linear
@@ -128,7 +128,7 @@ def _agrees(ctx: KernelContext, target: torch.Tensor) -> bool:
     return ctx.call["reduction"] == MEAN and target.device.type in ("cpu", "meta")
 
 
-def _run_nll(ctx: KernelContext) -> Pair | PutOff:
+def _run_nll(ctx: KernelContext) -> Pair | Deferral:
     x, slot, mine, weight = _mine(ctx)
     out, total_spec = output_spec(ctx), output_spec(ctx, 1)
     reduction, c, acc = ctx.call["reduction"], _class_dim(x.ndim), accumulation_dtype(x.dtype)
@@ -148,7 +148,7 @@ def _run_nll(ctx: KernelContext) -> Pair | PutOff:
     return sums[0].to(out.dtype), sums[1].to(total_spec.dtype)
 
 
-def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype, torch.dtype]) -> Pair | PutOff:
+def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype, torch.dtype]) -> Pair | Deferral:
     """(mean, count) from the sums of all positions. A target out of bounds on one of them is an error on all.
 
     Outside of a trace the all-reduce waits until the loss or its gradient is wanted, and the error with it.
@@ -175,7 +175,7 @@ def _mean(ctx: KernelContext, own: list[torch.Tensor], dtypes: tuple[torch.dtype
 
     if not axes or traced(sent):
         return finish()
-    return PutOff(((own[0] / own[1]).to(dtypes[0]), own[1].to(dtypes[1])), finish)
+    return Deferral(((own[0] / own[1]).to(dtypes[0]), own[1].to(dtypes[1])), finish)
 
 
 def nll_loss_backward(call: Call) -> Rule:

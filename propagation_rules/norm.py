@@ -33,7 +33,7 @@ from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Dims, Kernel, Linear, LocalPart, Rule, linear
 from dtensor.spec import Spec
 
-from .build.dtypes import accumulation_dtype, unlike_statistics
+from .build.dtypes import accumulation_dtype, separate_statistics
 from .build.empty_shards import is_empty_shard, zeros_of
 from .build.labelled import labelled
 from .reduce import combined_moments
@@ -117,7 +117,7 @@ def _run_layer_norm(ctx: KernelContext) -> tuple[torch.Tensor | None, ...]:
 def layer_norm_backward(call: Call) -> Rule:
     """Linear in the gradient; the parameters' gradients lack the batch dims."""
     rule = _rule(call, ("input", "parameter", "parameter"), "layer_norm backward", _run_layer_norm_backward)
-    apart = unlike_statistics(call, "mean", "weight", "input")
+    apart = separate_statistics(call, "mean", "weight", "input")
     local: LocalPart | None = (lambda ins, outs: _run_layer_norm_backward) if apart else None
     return replace(rule, linear=(linear(_at(call, "grad_out")),), local=local)
 

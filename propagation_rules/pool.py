@@ -7,7 +7,7 @@ Where windows lie side by side, and shards hold whole ones, a sharded spatial di
 neighbours are brought in. Adaptive and fractional pools, whose windows differ, keep them whole.
 
 Every tensor of these ops, gradients and indices too, has the same leading dims and as many spatial ones as the
-op's name says, so one builder serves all. Indices count places in one plane, which no cut of leading dims changes.
+op's name says, so one builder serves all. Indices count places in one plane, which no split of leading dims changes.
 Torch refuses planes without channels: an empty shard gives zeros of the promised shape.
 
 Pools whose spatial dims are sharded: the rows of neighbours that a window looks at are brought in (`halo`).

@@ -52,7 +52,7 @@ def rot90(call: Call) -> Rule:
 
 
 def roll(call: Call) -> Rule:
-    """The rolled dims go round; without dims the flattened tensor does, which is one of dim 0 cut or of none."""
+    """The rolled dims go round; without dims the flattened tensor does, which is one of dim 0 sharded or of none."""
     x, shifts = call.inputs[0], call["shifts"]
     if not call["dims"] and x.ndim > 1:
         free = every_dim(x.ndim)

@@ -284,7 +284,7 @@ BEYOND = torch.iinfo(torch.int64).max
 
 
 def extreme(call: Call) -> Rule:
-    """Reduced dims are whole; a kernel compares the shards' candidates."""
+    """Reduced dims are replicated; a kernel compares the shards' candidates."""
     gone = reduced_dims(call)
     n = len(call.outputs)
     kernel = Kernel("extreme", frozenset(gone), ("replicate",) * n, _run_extreme)
@@ -346,7 +346,7 @@ def combined_moments(
 
 
 def variance(call: Call) -> Rule:
-    """Reduced dims are whole; a kernel combines the shards' moments. No rows give no warning."""
+    """Reduced dims are replicated; a kernel combines the shards' moments. No rows give no warning."""
     gone = reduced_dims(call)
     rule = replace(
         reduced_rule(call),
@@ -373,7 +373,7 @@ def _run_moments(ctx: KernelContext) -> torch.Tensor | tuple[torch.Tensor, torch
 
 
 def logsumexp(call: Call) -> Rule:
-    """Reduced dims are whole; a kernel takes the log-sum-exp of the shards' ones."""
+    """Reduced dims are replicated; a kernel takes the log-sum-exp of the shards' ones."""
     gone = reduced_dims(call)
     rule = replace(reduced_rule(call), whole=frozenset(gone))
     kernel = Kernel("logsumexp", frozenset(gone), ("replicate",), _run_logsumexp)

@@ -38,7 +38,7 @@ FOLDS: dict[str, Fold] = {
 
 
 def scan(call: Call) -> Rule:
-    """The scanned dim is whole, with a kernel; cumsum is linear."""
+    """The scanned dim is replicated, with a kernel; cumsum is linear."""
     x, out = call.inputs[0], call.outputs[0]
     assert out is not None
     dims: Dims = tuple((d,) for d in range(x.ndim))
@@ -79,7 +79,7 @@ def _position(ctx: KernelContext) -> int:
 
 # ------------------------------------------------------------ extremes so far
 def extreme_scan(call: Call) -> Rule:
-    """Values and indices; the scanned dim is whole, with a kernel."""
+    """Values and indices; the scanned dim is replicated, with a kernel."""
     x = call.inputs[0]
     dims: Dims = tuple((d,) for d in range(x.ndim))
     if not dims:

@@ -8,7 +8,7 @@ tensor [2, rows]; all ranks combine them alike and scale their own part:
 log_softmax sends the same: x - log(total). The gradient needs one all-reduce of a number a row. Sums are taken in
 float32 for lower precisions.
 
-glu: one half of a dim gates the other, so that dim is whole and the others are free.
+glu: one half of a dim gates the other, so that dim is replicated and the others are free.
 """
 
 from __future__ import annotations

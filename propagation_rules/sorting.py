@@ -13,7 +13,7 @@ depends on the data, but every rank knows all of it from the gathered counts; wh
 
 Tensors of several dims are sorted after their shard was moved to another dim, which costs less.
 
-Sorting and order statistics: the dim they work along is whole, all others are free.
+Sorting and order statistics: the dim they work along is replicated, all others are free.
 
 The largest k of a dim that is sharded are among the largest k of each part, so each rank sends those, with their global
 indices, and all choose from them alike:
@@ -101,8 +101,8 @@ def _run_sort(ctx: KernelContext) -> tuple[torch.Tensor, torch.Tensor]:
     wanted = starts - every[:, 0].sum(0)  # of the equal ones, how many lie before the boundary
     equal = (wanted - (every[:, 1].cumsum(0) - every[:, 1])).clamp(min=0).minimum(every[:, 1])
     ends = torch.tensor(sizes, device=x.device)[:, None]
-    cuts = torch.cat((torch.zeros_like(ends), every[:, 0] + equal, ends), 1)
-    lengths = cuts.diff(dim=1).tolist()
+    splits = torch.cat((torch.zeros_like(ends), every[:, 0] + equal, ends), 1)
+    lengths = splits.diff(dim=1).tolist()
     if not torch.equal(every[comm.rank], counts):  # a world that computes nothing
         return x.new_zeros(out.local_shape), index.new_zeros(out.local_shape)
 

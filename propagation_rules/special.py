@@ -3,7 +3,7 @@
 searchsorted    n, ... -> ...          a place is the number of smaller elements, so sharding n leaves a sum
 trilinear       three tensors broadcast against each other, some dims summed
 
-Fourier transforms: the dims that are transformed stay whole, the others are free; linear.
+Fourier transforms: the dims that are transformed stay replicated, the others are free; linear.
 
 A dim that is real on one side has another size there: `b [n] c -> b [half] c`. The libraries fail on tensors
 without elements, so empty shards compute nothing.
@@ -18,7 +18,7 @@ free.
 
 Cells of recurrent networks: the batch is free.
 
-The gates of a cell lie side by side in one dim, so that dim is whole. Where no accelerator fuses them, torch takes
+The gates of a cell lie side by side in one dim, so that dim is replicated. Where no accelerator fuses them, torch takes
 cells and layers apart into matmul, chunk and pointwise ops, which have rules of their own.
 """
 
@@ -64,7 +64,7 @@ def trilinear(call: Call) -> Rule:
 
 
 def block_diag(call: Call) -> Rule:
-    """The blocks are whole; what lies outside them is zero, in every part of a pending tensor too."""
+    """The blocks are replicated; what lies outside them is zero, in every part of a pending tensor too."""
     ins = tuple(((),) * s.ndim for s in call.inputs)
     every = Linear(frozenset(range(len(ins))), passes(0).ops)
     return Rule(ins, (((),) * 2,), (), linear=(every,))

@@ -15,7 +15,7 @@ From the left, dims of both shapes give off their greatest common divisor as a f
     (12,)  -> (3, 4)     factors 3 4
     (8, 5) -> (2, 20)    factors 2 4 5        input (a b) c, output a (b c)
 
-Where it is 1 the rest is tried from the right; what is left in the middle has no common factor and stays whole:
+Where it is 1 the rest is tried from the right; what is left in the middle has no common factor and stays replicated:
 
     (2, 3, 4, 7) -> (2, 4, 3, 7)     2 and 7 are factors, 3 4 and 4 3 whole
 
@@ -134,7 +134,7 @@ def squeeze(call: Call) -> Rule:
 
 # ------------------------------------------------------------ parts of a tensor, one each
 def unbind(call: Call) -> Rule:
-    """The dim that is taken apart stays whole."""
+    """The dim that is taken apart stays replicated."""
     n, dim = call.inputs[0].ndim, call.dim()
     kept = [None if d == dim else d for d in range(n)]
     return labelled(call, [kept], [kept[:dim] + kept[dim + 1 :]] * len(call.outputs), linear=MOVES)
@@ -201,7 +201,7 @@ class _Side:
 def common_factors(
     a: Sequence[int], b: Sequence[int]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int], set[int]]:
-    """Factors of each dim of `a` and of `b`, the factors' sizes, and which of them must stay whole."""
+    """Factors of each dim of `a` and of `b`, the factors' sizes, and which of them must stay replicated."""
     if 0 in a:
         return _empty(a, b)
     x, y = _Side(a), _Side(b)

@@ -38,7 +38,7 @@ def _spans(windows: Places, size: int, step: int) -> Places:
 
 
 def unfold(call: Call) -> Rule:
-    """Windows over a dim, in a new last dim, which stays whole."""
+    """Windows over a dim, in a new last dim, which stays replicated."""
     n, size = call.inputs[0].ndim, int(call["size"])
     if n == 0:
         return labelled(call, [[]], [[None]], linear=MOVES)

@@ -22,7 +22,7 @@ are in order but for the negative ones, which run backwards, and the NaNs, which
     -inf .. -0.0, 0.0 .. inf, NaN of either sign                  less the number of NaNs of a sign, which wraps: max
     NaN of either sign, -inf .. -0.0, 0.0 .. inf                  more by it: min
 
-Every element is encoded by itself, in its place, so that parts may be cut before or after.
+Every element is encoded by itself, in its place, so that parts may be sharded before or after.
 """
 
 from __future__ import annotations

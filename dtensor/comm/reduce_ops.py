@@ -118,7 +118,7 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """What reducing `tensors` (equal shapes and dtypes, one a position) gives: a new tensor of that dtype.
 
     The definition that every communicator follows; floating point sums are taken in position order.
-    Raises ValueError for an unknown `op`, TypeError for a dtype that has no such reduction.
+    Raises ValueError for an unknown `op`, TypeError for a dtype that has no reduction like that.
     """
     first = tensors[0]
     dtype = first.dtype

@@ -8,7 +8,7 @@ ordinary code on DTensors, with its gradients.
 
 Lookups in tables are caught here as well, where a gradient is needed: the op that makes the gradient does not see the
 table, and how the table lies decides what is cheapest. So a lookup is a step of autograd of its own, which tells it
-(`Rows`), and bags of rows of a table that is cut are made of lookups.
+(`Rows`), and bags of rows of a table that is sharded are made of lookups.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def bags_of(named: Mapping[str, Any]) -> tuple[Any, int]:
 
 @instead_of("aten::_embedding_bag")
 def _differentiable(*args: Any, **kwargs: Any) -> Any:
-    """Sums and means of a table that is cut, where a gradient is needed."""
+    """Sums and means of a table that is sharded, where a gradient is needed."""
     table = args[0]
     if not _is_differentiated(table):
         return NotImplemented
@@ -298,7 +298,7 @@ def picked_rows(named: Mapping[str, Any]) -> Any:
 
 
 def by_width_only(table: Any) -> tuple[Placement, ...]:
-    """The table's layout with all but one cut by width undone."""
+    """The table's layout with all but one sharded by width undone."""
     mesh, width = table.device_mesh, table.shape[1]
     kept: list[Placement] = [
         p if isinstance(p, Shard) and p.dim == 1 and k <= width else Replicate()

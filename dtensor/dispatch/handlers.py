@@ -158,8 +158,8 @@ def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _as_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An offset in memory is made one from the tensor's first element, where the rule counts from.
 
-    `x.storage_offset()` is that of this rank's part. In a view of a cut tensor it may differ between ranks, so there
-    only the view's own offset is understood (`fill_diagonal_` passes it), and the ranks make sure that all do.
+    `x.storage_offset()` is that of this rank's part. In a view of a sharded tensor it may differ between ranks, so
+    there only the view's own offset is understood (`fill_diagonal_` passes it), and the ranks make sure that all do.
     """
     func = aten.as_strided.default
     given = dict(zip((p.name for p in func._schema.arguments), args, strict=False)) | kwargs

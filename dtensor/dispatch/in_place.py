@@ -147,7 +147,7 @@ def run_out(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def laid_out_like(t: Any, spec: Spec) -> Any:
-    """`t` in the placements of `spec`, where it has the dims that they cut, and in the dtype of `spec`."""
+    """`t` in the placements of `spec`, where it has the dims that they split, and in the dtype of `spec`."""
     if t.dtype is not spec.dtype:
         t = hot.dispatch(aten._to_copy.default, (t,), {"dtype": spec.dtype})
     if any(isinstance(p, (Shard, StridedShard)) and p.dim >= t.ndim for p in spec.placements):

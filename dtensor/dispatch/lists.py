@@ -178,7 +178,7 @@ def plan_lists(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
 
 
 def with_whole(info: OpInfo, shared: Sequence[str], kwargs: dict[str, Any]) -> Execute:
-    """What runs a list op after the arguments `shared`, which all elements read, are made whole."""
+    """What runs a list op after the arguments `shared`, which all elements read, are gathered."""
 
     def whole(name: str, a: Any) -> Any:
         if name not in shared or not is_dtensor(a):

@@ -133,7 +133,7 @@ def _shown(a: Any) -> str:
 
 
 def how_to_register(info: OpInfo, call: Call, why: str = NO_RULE) -> str:
-    """The call that registers a rule: as it stands it says that nothing may be cut, which is always right."""
+    """The call that registers a rule: as it stands it says that nothing may be sharded, which is always right."""
     name = info.name.rpartition(".")[0]
     if why.startswith(unshaped(info)):
         fake = f"torch.library.register_fake({name.replace('.', '::')!r})(f): f makes empty results from the arguments"

@@ -24,7 +24,7 @@ from dtensor.redistribute.executor.coalescing import may_meet, redistribute_toge
 from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.rules.call import Call
 from dtensor.rules.decision import Decision
-from dtensor.rules.deferred import PutOff
+from dtensor.rules.deferred import Deferral
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.rule import Kernel
 from dtensor.spec import Spec
@@ -156,7 +156,7 @@ class Plan:
                 return args[0] if structure == "one" else None
             if structure == "none":
                 return got
-            if type(got) is PutOff:
+            if type(got) is Deferral:
                 waiting = got.specs(outs, self.decision.kernel_axes)
                 return tuple(_wrap(g, s) for g, s in zip(got.parts, waiting, strict=True))
             if self.reorder:

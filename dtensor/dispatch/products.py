@@ -250,7 +250,7 @@ class _Linear(torch.autograd.Function):
             if specs is not None:
                 dx, dw, db = specs
                 lg = g._local_tensor
-                rows = lg.shape[:-1]  # its own: where `x` is not needed, the gradient may be cut in another way
+                rows = lg.shape[:-1]  # its own: where `x` is not needed, the gradient may be sharded in another way
                 if len(rows) == 2:
                     lg = lg.reshape(rows[0] * rows[1], lg.shape[2])
                 gx = gw = gb = None
@@ -312,7 +312,7 @@ def _matmul_grads_chain(x: Any, y: Any, g: Any, of_y: Spec, needs: Needs) -> Res
 
 
 def _matrix_grads(x: Any, y: Any, g: Any, of_y: Spec, needs: Needs) -> Results:
-    """The gradients of rows of three dims by a matrix, on DTensors or local tensors; `g` may be cut in its own way."""
+    """The gradients of rows of three dims by a matrix, on DTensors or local tensors; `g` may have shards of its own."""
     rows = g.shape[:-1]
     g = g.reshape(rows[0] * rows[1], g.shape[2])
     dx = dy = None

@@ -7,7 +7,7 @@ on a copy of the view and then goes the way back, call by call, in the manner of
     forward            d ─ slice ─▶ a ─ t ─▶ v          v' = v * 2
     back               d' = slice_scatter(d, a', 2, 5)  ◀─  a' = v'.t()      d.copy_(d')
 
-Calls that have no such inverse here go back on one device: every rank gathers the base, takes the views of it with
+Calls that have no inverse like that here go back on one device: every rank gathers the base, takes the views of it with
 plain torch, where they share memory, writes, and keeps its part. The base keeps its layout. The write counts as
 one for all other views of the base.
 """

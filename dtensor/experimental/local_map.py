@@ -238,7 +238,7 @@ def _explained(
         got, want = tuple(shapes[coord].tolist()), tuple(spec.local_shape_of(coord))
         if got != want:
             raise ValueError(
-                f"local_map: output {i} is declared {list(placed)}, but the ranks' parts are no such shards\n"
+                f"local_map: output {i} is declared {list(placed)}, but the ranks' parts are no shards like that\n"
                 f"  got: {got} at position {coord}, where a tensor of shape {tuple(shape)} has {want}\n"
                 "  rule: shards are torch.chunk's parts, of size ceil(n / k), the last ones smaller\n"
                 "  fix: redistribute the input to even shards or Replicate() first"

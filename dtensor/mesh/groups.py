@@ -1,6 +1,6 @@
 """The process groups and communicators of a mesh.
 
-Groups are made when the mesh is, one for each axis, and are shared by all meshes cut out of one root: a group is known
+Groups are made when the mesh is, one for each axis, and are shared by all meshes sliced from one root: a group is known
 by the positions that its axis runs over. Communicators are made when first asked for.
 
 What a mesh holds of a group is dropped when the group is destroyed; where it is needed afterwards, all members make

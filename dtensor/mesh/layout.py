@@ -1,6 +1,6 @@
 """The arithmetic of mesh axes.
 
-A mesh is cut out of a *rank map*, the flat list of ranks of the mesh that it all began with. An axis is a
+A mesh is sharded out of a *rank map*, the flat list of ranks of the mesh that it all began with. An axis is a
 tuple of (size, stride) pairs, major to minor, over positions in that list: position = sum(digit * stride).
 One pair is the rule; a flattened axis that skips another one has several:
 
@@ -57,7 +57,7 @@ def coalesce(pairs: Iterable[tuple[int, int]]) -> Axis:
 
 
 def split_axis(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...] | None:
-    """`axis` cut into axes of `sizes`, major to minor; None where a size would have to cut across a pair."""
+    """`axis` sharded into axes of `sizes`, major to minor; None where a size would have to sharded across a pair."""
     if prod(sizes) != axis_size(axis):
         return None
     rest = [list(pair) for pair in axis]

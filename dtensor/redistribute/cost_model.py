@@ -7,7 +7,7 @@ A collective over `k` positions costs
 where a ring passes `k - 1` hops (an all-reduce twice as many) and an all-to-all takes a little more to launch.
 The numbers only have to order the alternatives rightly; they are global facts, the same on all
 ranks, so that all ranks decide alike. Where a backend works in other ways (gloo sends the messages of an all-to-all
-side by side, and reduces whole what it scatters), `kinds` says how many times the delay and the transfer are.
+side by side, and reduces in full what it scatters), `kinds` says how many times the delay and the transfer are.
 
     >>> CostModel().all_gather(8, 1 << 20) < CostModel().all_reduce(8, 8 << 20)
     True

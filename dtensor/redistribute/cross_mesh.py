@@ -177,7 +177,7 @@ def _on_axes_of(spec: Spec, mesh: DeviceMesh) -> Spec | None:
     placed = dict(zip(own, [p for p, k in zip(spec.placements, spec.mesh.shape) if k > 1]))
     cut = [axis for axis in own if is_sharded(placed[axis])]
     if [axis for axis in others if axis in cut] != cut:
-        return None  # cuts of one dim would change their order
+        return None  # splits of one dim would change their order
     placements = tuple(placed[coalesce(axis)] if k > 1 else _REPLICATE for axis, k in zip(mesh._axes, mesh.shape))
     return Spec.make(mesh, placements, spec.shape, spec.stride, spec.dtype)
 
@@ -216,7 +216,7 @@ def _lacking(have: Spec, want: Spec) -> int:
 
 
 class _Sources:
-    """From which rank of `have` the rank at position `i` of the union takes the shard that is cut at given coords."""
+    """From which rank of `have` the rank at position `i` of the union takes the shard at given coords."""
 
     def __init__(self, have: Spec) -> None:
         mesh = have.mesh
@@ -225,7 +225,7 @@ class _Sources:
         self.shape, self.grid = mesh.shape, mesh.ranks
         self.coord = dict(_coords(mesh))
 
-    def cut(self, rank: int) -> Coord | None:
+    def shard_of(self, rank: int) -> Coord | None:
         """Which shard a rank holds; None outside the mesh."""
         coord = self.coord.get(rank)
         return None if coord is None else tuple(coord[a] for a in self.axes)
@@ -235,8 +235,8 @@ class _Sources:
         return itertools.product(*(range(self.shape[a]) for a in self.axes))
 
     def source(self, cut: Coord, position: int, rank: int) -> int:
-        """Who sends the shard at `cut` to `rank`, the `position`-th of all ranks."""
-        if self.cut(rank) == cut:
+        """Who sends the shard at `split` to `rank`, the `position`-th of all ranks."""
+        if self.shard_of(rank) == cut:
             return rank
         at, coord = position, [0] * len(self.shape)
         for a, c in zip(self.axes, cut):
@@ -246,7 +246,7 @@ class _Sources:
         return int(self.grid[tuple(coord)])
 
     def at(self, cut: Coord) -> Coord:
-        """A coord that holds the shard at `cut`."""
+        """A coord that holds the shard at `split`."""
         coord = [0] * len(self.shape)
         for a, c in zip(self.axes, cut):
             coord[a] = c
@@ -290,7 +290,7 @@ def _exchange(have: Spec, want: Spec) -> Callable[[torch.Tensor, bool], torch.Te
         return lambda x, _: x.new_zeros(out_shape)
     comm = DeviceMesh(have.mesh.device_type, ranks).comm()
     nothing: Region = tuple(() for _ in have.shape)
-    own = sources.cut(me)
+    own = sources.shard_of(me)
     held = holdings(have, have.placements, sources.coord[me]) if own is not None else nothing
     out = [nothing] * len(ranks)
     for i, rank in enumerate(ranks):

@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 
 from dtensor.intervals import (
-    Cut,
     Region,
     Runs,
+    Split,
     Tiling,
     common_runs,
-    cut_runs,
     dim_intervals,
     region_shape,
     region_size,
+    split_runs,
 )
 from dtensor.placement import Shard, StridedShard
 from dtensor.redistribute.step import Layout
@@ -36,8 +36,8 @@ __all__ = ["Coord", "Parts", "by_dim", "held_along", "holdings", "members", "par
 
 Coord = tuple[int, ...]
 
-Cuts = tuple[Cut, ...]
-"""What cuts a dim, in order. A position -1 - j stands for every one on the j-th axis of a group."""
+Splits = tuple[Split, ...]
+"""What shards a dim, in order. A position -1 - j stands for every one on the j-th axis of a group."""
 
 
 def holdings(spec: Spec, layout: Layout, coord: Sequence[int]) -> Region:
@@ -53,7 +53,7 @@ def held_along(spec: Spec, layout: Layout, axes: Sequence[int], coord: Coord) ->
 def by_dim(spec: Spec, layout: Layout, axes: Sequence[int], coord: Coord) -> list[tuple[Runs, ...]]:
     """Per dim the runs of each of the `members` along `axes` through `coord`: `held_along`, transposed."""
     sizes, where = _group(spec, axes, coord)
-    return [_runs_of(n, cuts, sizes) for n, cuts in zip(spec.shape, _cuts(spec, layout, where))]
+    return [_runs_of(n, splits, sizes) for n, splits in zip(spec.shape, _cuts(spec, layout, where))]
 
 
 def shared_along(spec: Spec, mine: Layout, theirs: Layout, axes: Sequence[int], coord: Coord) -> list[Region]:
@@ -63,7 +63,7 @@ def shared_along(spec: Spec, mine: Layout, theirs: Layout, axes: Sequence[int], 
     """
     sizes, where = _group(spec, axes, coord)
     both = zip(spec.shape, _cuts(spec, mine, coord), _cuts(spec, theirs, where))
-    return _by_rank([_shared_runs(n, own, cuts, sizes) for n, own, cuts in both], sizes)
+    return _by_rank([_shared_runs(n, own, splits, sizes) for n, own, splits in both], sizes)
 
 
 def members(spec: Spec, axes: Sequence[int], coord: Coord) -> Iterator[Coord]:
@@ -153,8 +153,8 @@ def parts_along(spec: Spec, mine: Layout, theirs: Layout, axes: Sequence[int], c
     return Parts(shape, math.prod(sizes), lambda: shared_along(spec, mine, theirs, axes, coord), tiling)
 
 
-def _cut_further(own: Cuts, other: Cuts) -> list[tuple[int, int]] | None:
-    """The axes of the group by which `other` cuts what `own` leaves: (number of the axis, size); None: otherwise."""
+def _cut_further(own: Splits, other: Splits) -> list[tuple[int, int]] | None:
+    """The axes of the group by which `other` shards what `own` leaves: (number of the axis, size); None: otherwise."""
     if own[: len(other)] == other:
         return []
     if other[: len(own)] != own or any(r >= 0 or factor > 1 for _, r, factor in other[len(own) :]):
@@ -178,19 +178,19 @@ def _adjacent(regions: Sequence[Region], shape: Sequence[int]) -> int | None:
     return dim if at == shape[dim] else None
 
 
-def _cuts(spec: Spec, layout: Layout, where: Sequence[int]) -> list[Cuts]:
-    """Per dim what cuts it, for a rank at the positions `where`, of which negative ones are as in `Cuts`."""
-    cuts: list[Cuts] = [()] * len(spec.shape)
+def _cuts(spec: Spec, layout: Layout, where: Sequence[int]) -> list[Splits]:
+    """Per dim what shards it, for a rank at the positions `where`, of which negative ones are as in `Splits`."""
+    splits: list[Splits] = [()] * len(spec.shape)
     for p, k, r in zip(layout, spec.mesh.shape, where):
         if isinstance(p, Shard):
-            cuts[p.dim] += ((k, r, 0),)
+            splits[p.dim] += ((k, r, 0),)
         elif isinstance(p, StridedShard):
-            cuts[p.dim] += ((k, r, p.split_factor),)
-    return cuts
+            splits[p.dim] += ((k, r, p.split_factor),)
+    return splits
 
 
 def _group(spec: Spec, axes: Sequence[int], coord: Coord) -> tuple[tuple[int, ...], list[int]]:
-    """Positions on each of `axes`, which ascend; `coord` with the marks of `Cuts` for them."""
+    """Positions on each of `axes`, which ascend; `coord` with the marks of `Splits` for them."""
     if any(a >= b for a, b in itertools.pairwise(axes)):
         raise ValueError(f"the axes of a group must ascend, got {tuple(axes)}")
     where = [*coord]
@@ -205,27 +205,27 @@ def _by_rank(dims: list[tuple[Runs, ...]], sizes: Sequence[int]) -> list[Region]
 
 
 @lru_cache(maxsize=8192)
-def _runs_of(size: int, cuts: Cuts, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+def _runs_of(size: int, splits: Splits, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     """The runs of a dim of `size` that each rank of a group holds; `sizes` are those of the group's axes.
 
-    Those axes cut in the order in which they are in the group.
+    Those axes sharded in the order in which they are in the group.
     """
     found: list[Runs] = [((0, size),) if size else ()]
     axis = 0  # the positions on the axes before it have been told apart
-    for k, r, factor in cuts:
+    for k, r, factor in splits:
         if r >= 0:
-            found = [cut_runs(runs, k, r, factor) for runs in found]
+            found = [split_runs(runs, k, r, factor) for runs in found]
             continue
         same = math.prod(sizes[axis : -1 - r])
-        found = [cut_runs(runs, k, i, factor) for runs in found for _ in range(same) for i in range(k)]
+        found = [split_runs(runs, k, i, factor) for runs in found for _ in range(same) for i in range(k)]
         axis = -r
     same = math.prod(sizes[axis:])
     return tuple([runs for runs in found for _ in range(same)] if same > 1 else found)
 
 
 @lru_cache(maxsize=8192)
-def _shared_runs(size: int, mine: Cuts, theirs: Cuts, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
-    """As `_runs_of` for `theirs`: what of it is left after the cuts `mine`, as runs of what those leave."""
+def _shared_runs(size: int, mine: Splits, theirs: Splits, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    """As `_runs_of` for `theirs`: what of it is left after the splits `mine`, as runs of what those leave."""
     others = _runs_of(size, theirs, sizes)
     if not mine:
         return others

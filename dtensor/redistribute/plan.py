@@ -4,12 +4,12 @@
 uses mesh shape, global shape, dtype and placements only, never a rank's coord, so all ranks get the same
 steps; what each rank sends is the executor's business (`dtensor.redistribute.executor.run`).
 
-States. A state is a layout, a tuple of placements. Its *cuts* say, per dim, which axes cut it in which
+States. A state is a layout, a tuple of placements. Its *splits* say, per dim, which axes shard it in which
 order; they alone decide which ranks hold what (`dtensor.redistribute.planner.layout_space`).
 
 Steps.
-    slice            R -> S      each rank keeps a part of what it holds; the cuts of `src` come first in `dst`
-    all_gather       S -> R      over the axes whose cuts are dropped, where they come last in each dim
+    slice            R -> S      each rank keeps a part of what it holds; the splits of `src` come first in `dst`
+    all_gather       S -> R      over the axes whose splits are dropped, where they come last in each dim
     all_to_all       anything without reduction, with split sizes, over exactly the axes that must talk
     reduce_scatter   P -> S      each position reduces the part that it keeps
     all_reduce       P -> R
@@ -29,7 +29,7 @@ receives just what it wants and lacks. On a mesh (2, 4) of axes x, y:
     [S(0), R]    -> [R, S(1)]       slice, then all-gather over x
 
 What "must talk" means is read off the digits that each axis fixes of a dim's index, so that a split factor that
-skips what another axis would have cut first is seen to be the same cut.
+skips what another axis would have sharded first is seen to be the same split.
 
 Reducing. A Partial axis is reduced before anything else moves, since data that is not reduced is never smaller;
 it is sliced before that where this is local. An axis may be reduced to R, or scattered to its shard in `dst`, or,

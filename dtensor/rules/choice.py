@@ -143,7 +143,7 @@ def _unmoved(
         for choice in choices:
             if choice.kernel is not None and choice.kernel.collectives:
                 continue
-            if rule.owes is not None and rule.owes(axis, choice) is not None:
+            if rule.price_later is not None and rule.price_later(axis, choice) is not None:
                 continue
             if not all(
                 _want(prefix.state, dims, w, choice.split, s.placements[axis]) is s.placements[axis]
@@ -178,7 +178,7 @@ def _extend(rule: Rule, prefix: _Prefix, choice: Choice, k: int, inputs: Sequenc
                 return None
     state = prefix.state
     if choice.factor is not None:
-        cut = state.cut(rule, choice.factor, k, choice.split)
+        cut = state.sharded(rule, choice.factor, k, choice.split)
         if cut is None:
             return None
         state = cut
@@ -230,7 +230,7 @@ def _step_cost(
             if k > 1:
                 cost += axis_cost(model, spec, want, axis, nbytes)
     width = inputs[0].dtype.itemsize if inputs else 4
-    due = rule.owes(axis, choice) if rule.owes is not None and k > 1 else None
+    due = rule.price_later(axis, choice) if rule.price_later is not None and k > 1 else None
     if due is not None:
         cost += due[2] * getattr(model, due[0])(k, due[1] * width, (axis,))
     if choice.kernel is not None and k > 1 and choice.kernel.collectives:

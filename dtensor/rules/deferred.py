@@ -26,7 +26,7 @@ from dtensor.errors import LayoutError, explain_error
 from dtensor.placement import Partial
 from dtensor.spec import WEIGHTED, LateSpec, Spec
 
-__all__ = ["Deferred", "DeferredSpec", "PutOff", "finish"]
+__all__ = ["Deferred", "DeferredSpec", "Deferral", "finish"]
 
 
 def _weighted() -> Partial:
@@ -107,7 +107,7 @@ class DeferredSpec(LateSpec):
         return self.final
 
 
-class PutOff:
+class Deferral:
     """What a kernel returns to put its collective off: `parts`, this rank's results meanwhile, and `finish`."""
 
     __slots__ = ("finish", "parts")

@@ -24,7 +24,7 @@ from dtensor.folders import NOT_A_PROGRAMS, users_line
 from dtensor.placement import Partial
 from dtensor.redistribute.cost_model import CostModel
 from dtensor.rules.call import Call
-from dtensor.rules.deferred import PutOff
+from dtensor.rules.deferred import Deferral
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.rule import ANY, Dims, Entry, Kernel, LocalPart, Rule
 
@@ -178,7 +178,7 @@ def _misfit(rule: Rule, call: Call) -> str:
         known = {f for dims in rule.inputs for d in dims for f in d}
         new = {f for dims in rule.outputs for d in dims for f in d} - known - marked
         if new:
-            return f"factors {sorted(new)} of the outputs are in no input; those that are made whole belong to `whole`"
+            return f"factors {sorted(new)} of the outputs are in no input; those that are gathered belong to `whole`"
     for op in (*rule.reduce.values(), *(out for g in rule.linear for _, out in g.ops if out != ANY)):
         check_reduction(op)
     return next((wrong for k in rule.kernels if (wrong := _kernel_misfit(k, len(call.outputs)))), "")
@@ -287,7 +287,7 @@ def _guarded(
 def _results_misfit(call: Call, got: object) -> str:
     """Why results are not those of the op, in a few words; shapes and dtypes are checked by dispatch."""
     returns = call.op._schema.returns
-    if isinstance(got, PutOff) or not returns:
+    if isinstance(got, Deferral) or not returns:
         return ""
     if len(returns) == 1 and str(returns[0].type) == "Tensor":
         return "" if isinstance(got, torch.Tensor) else f"gave {_short(got)} for a tensor"

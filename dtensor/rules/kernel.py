@@ -30,7 +30,7 @@ class KernelContext:
 
     Attributes:
         call: the global call (op, specs of the inputs, static arguments by name).
-        axes: the mesh axes this kernel was chosen on; `factors[i]` is what axis `axes[i]` cuts.
+        axes: the mesh axes this kernel was chosen on; `factors[i]` is what axis `axes[i]` splits.
         inputs: this rank's local tensors, in the order of the rule's inputs.
         in_specs, out_specs: layouts the inputs arrive in and the outputs must leave in.
         arguments: argument name -> value of this very call (tensors as local tensors).

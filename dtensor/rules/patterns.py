@@ -2,7 +2,7 @@
 
     m k, k n -> m n             names are factors, a tensor's dims are parted by spaces, tensors by commas
     (a b) c -> a b c            a dim of several factors, major to minor
-    b [n], [n] -> b [n], b 1    [n] must stay whole; 1 is a dim that carries no factor
+    b [n], [n] -> b [n], b 1    [n] must stay replicated; 1 is a dim that carries no factor
     ..., ... -> ...             any number of leading dims, broadcast
 """
 

@@ -6,7 +6,7 @@ the few strategies that the search finds first are compared by the plans that wo
 
     mm  x: f32[8192@dp,1024]  w: f32[1024@dp+tp,1024]     on (dp, tp), the weight transposed
     gather x over dp                        one all-gather
-    gather w over dp, keep it cut by tp     one all-to-all over both, as dp cuts w first; in the sum two collectives
+    gather w over dp, keep it sharded by tp     one all-to-all over both, as dp shards w first; two in the sum
 
 A launch counts the same whatever is launched, so that of two strategies with one collective each the one that receives
 less is taken, however small both are; with a model that decides by seconds alone the plans' own seconds are
@@ -41,12 +41,12 @@ def move_cost(
 
 
 def reordered(spec: Spec, want: Sequence[Placement], axis: int) -> bool:
-    """True when an axis to the left cuts the same dim differently, so that this axis' pieces move too."""
+    """True when an axis to the left shards the same dim differently, so that this axis' pieces move too."""
     p = want[axis]
     if not isinstance(p, (Shard, StridedShard)):
         return False
-    cuts = lambda q: q if isinstance(q, (Shard, StridedShard)) and q.dim == p.dim else None  # noqa: E731
-    return any(cuts(spec.placements[a]) is not cuts(want[a]) for a in range(axis))
+    splits = lambda q: q if isinstance(q, (Shard, StridedShard)) and q.dim == p.dim else None  # noqa: E731
+    return any(splits(spec.placements[a]) is not splits(want[a]) for a in range(axis))
 
 
 def axis_cost(model: CostModel, spec: Spec, want: Sequence[Placement], axis: int, nbytes: float) -> float:

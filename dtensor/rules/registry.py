@@ -243,7 +243,7 @@ class pattern:  # noqa: N801 - used as a function
         linear: linear groups in terms of the tensor arguments' positions, e.g. `0|1`.
         addends: positions of tensor arguments that are added to the reduced result.
         reduce: reduction of factors that outputs lack.
-        nonempty: every cut factor must leave no shard empty.
+        nonempty: every sharded factor must leave no shard empty.
     """
 
     text: str

@@ -7,7 +7,7 @@ dims, major to minor:
     view    (a b) c -> a b c        inputs  ((a, b), (c,))                 outputs ((a,), (b,), (c,))
 
 Over one mesh axis the strategies are: everything replicated; one factor sharded (tensors that have it are
-cut on it; inputs that lack it are replicated, or pending where they are addends; outputs that lack it are
+sharded on it; inputs that lack it are replicated, or pending where they are addends; outputs that lack it are
 pending in the factor's reduction); one linear group pending (those inputs and the outputs Partial, the
 other inputs replicated); or one kernel. `mm` on one axis:
 
@@ -18,13 +18,13 @@ other inputs replicated); or one kernel. `mm` on one axis:
     1     R,    P    -> P
     R     R,    R    -> R
 
-Over several axes a strategy is chosen per axis, left to right; each choice cuts its factor, so the next axis
+Over several axes a strategy is chosen per axis, left to right; each choice shards its factor, so the next axis
 sees smaller local sizes. In a dim of several factors the sharded one must divide evenly, and the placement is
 `Shard` when the factors before it have local size 1, else `StridedShard` with their local product as split
 factor:
 
     (a=4 b=6) with b over an axis of 3      StridedShard(d, split_factor=4)
-    the same after a was cut over 2         StridedShard(d, split_factor=2)
+    the same after a was sharded over 2         StridedShard(d, split_factor=2)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Dims = tuple[tuple[int, ...], ...]
 """Per tensor dim its factors, major to minor; () for a dim of size 1 that carries none."""
 
 Want = Placement | int | None
-"""What a choice asks of a tensor: a placement, the number of the factor to cut it on, or None: to stay as it is."""
+"""What a choice asks of a tensor: a placement, the number of the factor to shard it on, or None: to stay as it is."""
 
 ANY = "*"
 R = Replicate()
@@ -99,11 +99,11 @@ def passes(*inputs: int) -> Linear:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A strategy with a local part of its own: `factors` may be sharded although they are whole or reduce badly.
+    """A strategy with a local part of its own: `factors` may be sharded although they are replicated or reduce badly.
 
-    Inputs that have the factor are cut on it, the others replicated (addends pending). `outputs[i]` is
+    Inputs that have the factor are sharded on it, the others replicated (addends pending). `outputs[i]` is
     "shard" (sharded on the factor), "replicate" (the kernel makes all positions agree), or a reduction.
-    `run(ctx)` computes the local outputs, or a `dtensor.rules.deferred.PutOff` of several. It may communicate over
+    `run(ctx)` computes the local outputs, or a `dtensor.rules.deferred.Deferral` of several. It may communicate over
     `ctx.axes`: `collectives` times, with `elements` (of the first input's width) put in by the busiest rank, in
     collectives of the kind `moves`, a name of the cost model's.
     """
@@ -119,7 +119,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy of one mesh axis: `factor` is cut, with split factor `split` when that is not 0.
+    """One strategy of one mesh axis: `factor` is sharded, with split factor `split` when that is not 0.
 
     `moves_only`: what is pending is only moved about, not computed with.
     """
@@ -145,7 +145,7 @@ LocalPart = Callable[[Sequence[Spec], Sequence[Spec | None]], "Callable[[KernelC
 """(input specs, output specs) -> what computes this rank's outputs in the op's place; None: the op itself."""
 
 
-Owes = Callable[[int, Choice], "tuple[str, int, int] | None"]
+PriceLater = Callable[[int, Choice], "tuple[str, int, int] | None"]
 """(mesh axis, strategy on it) -> what the results will need: a collective of the cost model, the elements that it is
 given, and how many times that counts."""
 
@@ -157,8 +157,8 @@ class Rule:
     Attributes:
         inputs, outputs: factors of every tensor input and output (outputs that are None: ()).
         sizes: global size of each factor.
-        whole: factors that no plain strategy may cut.
-        nonempty: factors that may be cut only when no local shard is empty.
+        whole: factors that no plain strategy may split.
+        nonempty: factors that may be sharded only when no local shard is empty.
         reduce: reduction of a factor that outputs lack, where it is not sum.
         addends: inputs that are added to the reduced result: pending where a factor they lack is reduced.
         linear: what pending inputs pass through.
@@ -169,7 +169,7 @@ class Rule:
             shard, which is its sum divided by the global count.
         rows: complete strategies given as placements (outputs, inputs), for rules written as tables.
         stays: inputs that no strategy moves, as the local part copes with any layout of theirs.
-        owes: what a strategy will cost later, where it is known what the results are wanted for; counted in its price.
+        price_later: what a strategy will cost later, where it is known what the results are wanted for; it counts.
     """
 
     inputs: tuple[Dims, ...]
@@ -186,12 +186,12 @@ class Rule:
     local: LocalPart | None = None
     rows: tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...] = ()
     stays: frozenset[int] = frozenset()
-    owes: Owes | None = None
+    price_later: PriceLater | None = None
 
     def choices(self, pending: Iterable[str], splits: Iterable[tuple[int, int]] = ()) -> tuple[Choice, ...]:
         """The strategies of one axis, in a fixed order.
 
-        Linear groups are listed for the reductions in `pending` only, cuts of a factor with a split factor
+        Linear groups are listed for the reductions in `pending` only, splits of a factor with a split factor
         for the pairs in `splits` only.
         """
         out: list[Choice] = []
@@ -270,18 +270,18 @@ def _has(dims: Dims, f: int) -> bool:
 class State:
     """Local sizes of the factors after the axes chosen so far: those that there are on the ranks, the largest first.
 
-    The smallest part of a cut need not come from the smallest of what is cut: `dtensor.spec.local_sizes`.
+    The smallest part of a split need not come from the smallest of what is sharded: `dtensor.spec.local_sizes`.
     """
 
     sizes: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def start(rule: Rule) -> State:
-        """Nothing is cut yet."""
+        """Nothing is sharded yet."""
         return State(tuple((n,) for n in rule.sizes))
 
-    def cut(self, rule: Rule, f: int, k: int, split: int = 0) -> State | None:
-        """Cut factor `f` over an axis of `k`; None where the law of even cuts or non-empty shards forbids it."""
+    def sharded(self, rule: Rule, f: int, k: int, split: int = 0) -> State | None:
+        """Split factor `f` over an axis of `k`; None where the law of even splits or non-empty shards forbids it."""
         before = self.sizes[f]
         n = before[0]
         after = sorted({part for size in before for part in local_sizes(size, k, split)}, reverse=True)
@@ -292,7 +292,7 @@ class State:
         return State((*self.sizes[:f], tuple(after), *self.sizes[f + 1 :]))
 
     def placement(self, dims: Dims, f: int, split: int = 0) -> Placement:
-        """The placement that cuts factor `f` of a tensor with these dims, given what was cut before."""
+        """The placement that shards factor `f` of a tensor with these dims, given what was sharded before."""
         for d, factors in enumerate(dims):
             if f in factors:
                 if split:
@@ -313,9 +313,9 @@ def _in_composite(rule: Rule, f: int) -> bool:
 def refine(rule: Rule, specs: Sequence[Spec], only: Iterable[int] | None = None) -> Rule:
     """Split factors where an input arrives with a split factor, so that rules follow such layouts.
 
-    `(8, 4)` with dim 1 cut over an axis of 2 flattens to `32@x:8`. A pointwise op on it has the factor
-    a = 32; splitting a into (8, 4) makes the second part the one that is cut, and the output the same.
-    Factors that are whole, or that do not divide, are left alone (the input is then moved). `only`: look at
+    `(8, 4)` with dim 1 sharded over an axis of 2 flattens to `32@x:8`. A pointwise op on it has the factor
+    a = 32; splitting a into (8, 4) makes the second part the one that is sharded, and the output the same.
+    Factors that are replicated, or that do not divide, are left alone (the input is then moved). `only`: look at
     these inputs only.
     """
     for i, spec in enumerate(specs):
@@ -330,7 +330,7 @@ def refine(rule: Rule, specs: Sequence[Spec], only: Iterable[int] | None = None)
 
 
 def _find_split(rule: Rule, i: int, spec: Spec, axis: int, p: StridedShard) -> tuple[int, int] | None:
-    """(factor, major part) to split so that `p`, on `axis` of input `i`, cuts a whole factor; None if none."""
+    """(factor, major part) to split so that `p`, on `axis` of input `i`, shards a whole factor; None if none."""
     factors = rule.inputs[i][p.dim]
     local = [rule.sizes[f] for f in factors]
     shape = spec.mesh.shape
@@ -374,7 +374,7 @@ def _split_factor(rule: Rule, f: int, major: int) -> Rule:
 
 
 def carried_splits(rule: Rule, specs: Sequence[Spec]) -> set[tuple[int, int]]:
-    """(factor, split factor) of the inputs' split-factor shards that cut a dim of one factor, after `refine`.
+    """(factor, split factor) of the inputs' split-factor shards that shard a dim of one factor, after `refine`.
 
     Where the dim does not divide by the split factor it cannot be refined; ops whose tensors all have that
     factor as a dim of its own follow the layout all the same.

@@ -11,8 +11,8 @@ From then on `torch.distributed.tensor` and everything under it, `torch.distribu
 distributed checkpoint, the state-dict functions, gradient clipping), loaded already or later.
 
 How: facades stand for the modules in `sys.modules`, and globals of torch's loaded modules that hold one of the names
-are replaced. Torch's own engine stays whole underneath. Torch's C++ looks its `DTensor` up by name at the first op of
-any tensor subclass, and keeps what it finds; so that is made to happen before the names change. Modules that are not
+are replaced. Torch's own engine stays underneath. Torch's C++ looks its `DTensor` up by name at the first op of any
+tensor subclass, and keeps what it finds; so that is made to happen before the names change. Modules that are not
 loaded by then are swapped when the program loads them (`dtensor.swap.later`).
 """
 

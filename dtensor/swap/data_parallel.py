@@ -124,7 +124,7 @@ def init(original: Callable[..., None], ddp: object, *args: Any, **kwargs: Any) 
 
 
 def _check_group(specs: dict[str, Spec], ranks: list[int]) -> None:
-    """ValueError where two ranks of the group hold unlike parts of a tensor, or one is a pending sum."""
+    """ValueError where two ranks of the group hold different parts of a tensor, or one is a pending sum."""
     for name, spec in specs.items():
         where = {int(rank): i for i, rank in enumerate(spec.mesh.mesh.flatten().tolist())}
         places: dict[tuple[int, ...], int] = {}

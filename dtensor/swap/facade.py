@@ -5,7 +5,7 @@ function of torch's own is handed out inside a guard, which refuses a tensor, me
 module that holds such tensors: torch's engine would take them for something else.
 
 Who asks matters. Torch's engine itself, and the parts of torch's compiler that know its class by its layout in memory,
-go on seeing torch's names, so that torch's engine stays whole; see `names.HOLDERS_OF_TORCHS_OWN`.
+go on seeing torch's names, so that torch's engine stays as it is; see `names.HOLDERS_OF_TORCHS_OWN`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _passed_over(name: str, hint: str) -> Callable[..., Any]:
     """A function that makes a decorator which leaves what it decorates as it is, with a warning."""
 
     def register(op: object, *args: object, **kwargs: object) -> Callable[[Any], Any]:
-        warnings.warn(f"{name} of {op} tells torch's engine alone where it may be cut: {hint}", stacklevel=2)
+        warnings.warn(f"{name} of {op} tells torch's engine alone where it may be sharded: {hint}", stacklevel=2)
         return lambda rule: rule
 
     return register

@@ -100,7 +100,7 @@ REFUSED: dict[str, dict[str, str]] = {
     f"{_TENSOR}._random": {"OffsetBasedRNGTracker": "seed with torch.manual_seed; docs/architecture.md, section 10"},
     f"{_TENSOR}._redistribute": {
         "Redistribute": "use DTensor.redistribute",
-        "disable_redistribute_transform_optimization": "plans of this engine have no such stage",
+        "disable_redistribute_transform_optimization": "plans of this engine have no stage like that",
     },
 }
 """Names whose work would be lost without a word if torch's stayed: calling them says so, and what to do."""
@@ -111,7 +111,7 @@ PASSED_OVER: dict[str, dict[str, str]] = {
         "register_single_dim_strategy": "use register_sharding, or dtensor.rules.register"
     },
 }
-"""Decorators that tell torch's engine where an op may be cut. Numbers do not hang on them: they are passed over with a
+"""Decorators that tell torch's engine where an op may be sharded. They change no number: they are passed over with a
 warning, and the op has this engine's rule, or works on gathered inputs."""
 
 _FSDP, _CHECKPOINT = "torch.distributed.fsdp", "torch.distributed.checkpoint"

@@ -3,7 +3,7 @@
 FSDP keeps the parameters of a module in one flat buffer, a piece on each rank. Where its mesh is a slice of a larger
 one it asks an extension what to flatten and what a module sees; this is that extension:
 
-    parameter ──pre_flatten──▶ this rank's part ──FSDP: flat, cut, gathered──▶ part ──post_unflatten──▶ DTensor
+    parameter ──pre_flatten──▶ this rank's part ──FSDP: flat, sharded, gathered──▶ part ──post_unflatten──▶ DTensor
 
 All ranks of an FSDP group have one place along the tensor-parallel axes, so they flatten parts of equal sizes, uneven
 layouts too. Sharded state dicts hold DTensors: a parameter of tensor parallelism on the axes of both, another on
@@ -80,7 +80,7 @@ class DTensorExtensions(FSDPExtensions):
         )
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: Any) -> torch.Tensor:
-        """`tensor`, whole along FSDP's axes (`device_mesh`), cut along dim 0 over the last of them."""
+        """`tensor`, whole along FSDP's axes (`device_mesh`), sharded along dim 0 over the last of them."""
         cut: list[Placement] = [Replicate()] * (device_mesh.ndim - 1) + [Shard(0)]
         held = tensor.detach().clone()
         if not isinstance(held, DTensor):

@@ -1,13 +1,13 @@
 """Optimizer state of the older FSDP over tensor parallelism, on its way out of an optimizer and into one.
 
 FSDP's pieces are pieces of this rank's part of a parameter. When state is loaded torch gathers it whole over all axes
-and cuts the pieces out of that, at the places that they have in the part: with tensor parallelism those are other
+and shards the pieces out of that, at the places that they have in the part: with tensor parallelism those are other
 elements. When state is saved torch takes every part to have the size of its own, and without `use_orig_params` rank 0
 to be in every group. All this is put right here, for the state of parameters of tensor parallelism; all other state
 goes torch's way.
 
     out    flat pieces ──FSDP gathers──▶ part ──post_unflatten──▶ DTensor ──chunk_dtensor──▶ saved
-    in     saved, whole or a DTensor ──part_of──▶ this rank's part, plain ──FSDP cuts──▶ flat pieces
+    in     saved, whole or a DTensor ──part_of──▶ this rank's part, plain ──FSDP shards──▶ flat pieces
 """
 
 from __future__ import annotations

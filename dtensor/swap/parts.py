@@ -15,8 +15,8 @@ __all__ = ["part_of"]
 def part_of(value: torch.Tensor, spec: Spec) -> torch.Tensor:
     """The part in layout `spec` of `value`, a tensor of its shape, as a plain tensor.
 
-    A plain one, the same on all ranks, is cut here. A DTensor of `spec`'s mesh, or of one that has it as a slice, is
-    redistributed; any other is gathered, then cut.
+    A plain one, the same on all ranks, is sharded here. A DTensor of `spec`'s mesh, or of one of which it is a slice,
+    is redistributed; any other is gathered, then sharded.
     """
     if isinstance(value, DTensor):
         mesh, wanted = value._spec.mesh, spec.mesh.mesh_dim_names

@@ -62,7 +62,7 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Iterable[object], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `dtensor.tensor_methods.offsets`, but a part that a split factor cuts into runs begins where its first run
+    """As `dtensor.tensor_methods.offsets`, but a part that a split factor shards into runs begins where its first run
     does.
 
     That is what torch says, and what programs read that take the runs apart by themselves. Torch's own callers read
@@ -82,7 +82,7 @@ def redistribute_local_tensor(
 ) -> torch.Tensor:
     """This rank's part of a tensor of `current_spec`, in the layout of `target_spec`. Not differentiable.
 
-    Torch cuts what is there and does not look at the specs' shape, so programs hand over whole tensors of this mesh
+    Torch shards what is there and does not look at the specs' shape, so programs hand over whole tensors of this mesh
     that are parts on another one, with specs of the latter's shape. Whole tensors are taken as they are.
 
     Raises NotImplementedError for specs of two meshes.

@@ -1,6 +1,6 @@
 """What `torch.distributed.checkpoint` asks of a tensor: the chunks it holds, and where they lie.
 
-A shard is the product of its dims' intervals, so it is one chunk, or several where a split factor cuts a dim
+A shard is the product of its dims' intervals, so it is one chunk, or several where a split factor shards a dim
 into runs; each is reported with its true offset in the global tensor.
 
     f32[8@x:2, 3] on an axis of 2        position 0: rows [0,2) and [4,6)     chunks at (0, 0) and (4, 0)
@@ -43,11 +43,11 @@ def _boxes(x: Distributed, call: str) -> list[Box]:
         return []
     dims: list[list[tuple[int, int, int]]] = []
     for n, runs in zip(spec.shape, spec.intervals_of(spec.mesh.coord), strict=True):
-        local, cuts = 0, []
+        local, splits = 0, []
         for start, length in runs or ((n, 0),):
-            cuts.append((start, local, length))
+            splits.append((start, local, length))
             local += length
-        dims.append(cuts)
+        dims.append(splits)
     return [
         (tuple(c[0] for c in box), tuple(c[1] for c in box), tuple(c[2] for c in box))
         for box in itertools.product(*dims)

@@ -28,7 +28,7 @@ def compute_local_shape_and_global_offset(
         (local shape, offset per dim in elements). An empty shard starts at the dim's end.
 
     Raises:
-        LayoutError: this rank is not on the mesh, or a split factor cuts its shard into several runs, which no one
+        LayoutError: this rank is not on the mesh, or a split factor shards its shard into several runs, which no one
             offset describes (`skip_offset=True` still gives the shape).
         ValueError, IndexError: the placements do not fit mesh and shape.
     """

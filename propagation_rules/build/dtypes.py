@@ -6,7 +6,7 @@ import torch
 
 from dtensor.rules.registry import Call
 
-__all__ = ["accumulation_dtype", "cast_passes", "is_exact", "unlike_statistics"]
+__all__ = ["accumulation_dtype", "cast_passes", "is_exact", "separate_statistics"]
 
 Ops = tuple[tuple[str, str], ...]
 """Reduction of the inputs -> of the outputs, as in `dtensor.rules.rule.Linear`."""
@@ -17,7 +17,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def unlike_statistics(call: Call, saved: str, *parameters: str) -> bool:
+def separate_statistics(call: Call, saved: str, *parameters: str) -> bool:
     """True where the statistics that a norm saved are not of the dtype in which torch's CPU kernel reads them.
 
     It reads them in the dtype of the first of its `parameters` that is given. Kernels of rules leave float32, where

@@ -78,7 +78,7 @@ def row(spec: Spec, dim: int) -> int:
 
 
 def divides(spec: Spec, dim: int, parts: int = 1) -> bool:
-    """True when the axes that shard `dim` cut each of `parts` equal parts of it evenly."""
+    """True when the axes that shard `dim` split each of `parts` equal parts of it evenly."""
     return spec.shape[dim] % (parts * math.prod(spec.mesh.shape[a] for a in axes_of(spec, dim))) == 0
 
 
@@ -90,15 +90,15 @@ def places(spec: Spec, dim: int) -> Places:
 def places_of(spec: Spec, dim: int, size: int) -> Places:
     """As `places`, for a dim of another size."""
     cut = [(spec.mesh.shape[a], p) for a, p in enumerate(spec.placements) if isinstance(p, (Shard, StridedShard))]
-    cuts = tuple((k, p.split_factor if isinstance(p, StridedShard) else 0) for k, p in cut if p.dim == dim)
-    return _places(size, cuts)
+    splits = tuple((k, p.split_factor if isinstance(p, StridedShard) else 0) for k, p in cut if p.dim == dim)
+    return _places(size, splits)
 
 
 @lru_cache(maxsize=4096)
-def _places(size: int, cuts: tuple[tuple[int, int], ...]) -> Places:
+def _places(size: int, splits: tuple[tuple[int, int], ...]) -> Places:
     return tuple(
-        dim_intervals(size, tuple((k, r, split) for (k, split), r in zip(cuts, at, strict=True)))
-        for at in itertools.product(*(range(k) for k, _ in cuts))
+        dim_intervals(size, tuple((k, r, split) for (k, split), r in zip(splits, at, strict=True)))
+        for at in itertools.product(*(range(k) for k, _ in splits))
     )
 
 

@@ -1,7 +1,7 @@
 """Windows over a dim that is sharded: each rank brings in the rows of its neighbours that its outputs look at.
 
 An output row o of a convolution or a pool reads the input rows [o s - p, o s - p + reach). Input and output are
-both cut as `Shard` cuts them, so a rank's outputs may look at rows of one neighbour, of several, or of none, and
+both sharded as `Shard` shards them, so a rank's outputs may look at rows of one neighbour, of several, or of none, and
 uneven shards shift the borders:
 
     10 rows, window 3, padding 1, 4 ranks       holds  0-2  3-5  6-8  9        looks at  0-3  2-6  5-9  8-9
@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 def _span_of(runs: Sequence[Interval]) -> Span:
-    """The rows of a dim that was cut into contiguous pieces; (0, 0) for an empty piece."""
+    """The rows of a dim that was sharded into contiguous pieces; (0, 0) for an empty piece."""
     return (runs[0][0], runs[-1][0] + runs[-1][1]) if runs else (0, 0)
 
 

@@ -2,7 +2,7 @@
 
     labelled(call, [["b", "n"], ["n"]], [["b", None]])      b is free, n is reduced
 
-None stands for a dim that must stay whole (or that nothing can shard, such as one that an expand made). A tuple is
+None stands for a dim that must stay replicated (or that nothing can shard, such as one that an expand made). A tuple is
 a dim of several factors, major to minor, whose sizes come from `sizes`. Factor numbers follow first appearance.
 """
 

@@ -49,7 +49,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "Failures that all ranks must share",
-        "The batch could be cut without communication, were it not for matrices that fail: one number is reduced, "
+        "The batch could be sharded without communication, were it not for matrices that fail: one number is reduced, "
         "so that all ranks raise or none does.",
         r"aten\.(_linalg|linalg)_.*",
         r"S\(.*",
@@ -103,8 +103,8 @@ REASONS: tuple[Reason, ...] = (
         r"aten\.(xlogy|special_xlog1py|ldexp|rsqrt)\..*",
     ),
     Reason(
-        "Masks and indices cut like what they index",
-        "Right for a mask that is cut as its target is; an integer index in its place is not.",
+        "Masks and indices sharded like what they index",
+        "Right for a mask that is sharded as its target is; an integer index in its place is not.",
         r"aten\.(index_put|index|masked_\w+)\..*",
     ),
     Reason(
@@ -121,7 +121,7 @@ REASONS: tuple[Reason, ...] = (
         r"aten\.nextafter\..*",
     ),
     Reason(
-        "Boundaries that are cut",
+        "Boundaries that are sharded",
         "Places in shards of the boundaries add up where all of them are sorted, which torch does not ask for.",
         r"aten\.(bucketize|searchsorted)\..*",
     ),

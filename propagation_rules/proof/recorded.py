@@ -80,7 +80,7 @@ class RecordedCall:
         return f"{self.name}({', '.join(parts)})"
 
     def kind(self) -> tuple[Any, ...]:
-        """What makes calls of one overload unlike: ranks and dtypes of tensors, kinds and flags of the rest."""
+        """What makes calls of one overload different from: ranks and dtypes of tensors, kinds and flags of the rest."""
 
         def one(a: Any) -> Any:
             if isinstance(a, torch.Tensor):

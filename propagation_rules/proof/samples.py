@@ -3,7 +3,7 @@
 The database (`torch.testing._internal.common_methods_invocations`) is part of torch; importing it needs the package
 `expecttest`, which is among this project's `dev` extra. Of every operator's samples the calls that autograd really
 makes are recorded, so a rule for `aten.native_layer_norm_backward` is held to the calls that `layer_norm` leads to.
-`select` then keeps, for every overload, calls that are as unlike as possible.
+`select` then keeps, for every overload, calls that are as different from as possible.
 """
 
 from __future__ import annotations

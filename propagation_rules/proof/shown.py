@@ -84,7 +84,7 @@ def _facts(rule: Rule) -> list[str]:
         lines.append(f"  addends    {sorted(rule.addends)}")
     lines += [f"  linear     {_group(g)}" for g in rule.linear]
     lines += [
-        f"  kernel     {k.name} cuts {' '.join(_name(f) for f in sorted(k.factors))}, outputs {', '.join(k.outputs)}, "
+        f"  kernel     {k.name} shards {' '.join(map(_name, sorted(k.factors)))}, outputs {', '.join(k.outputs)}, "
         f"{f'{k.collectives} x {k.moves} of {k.elements} elements' if k.collectives else 'no communication'}"
         for k in rule.kernels
     ]
@@ -106,7 +106,7 @@ def _strategies(rule: Rule, call: Call, k: int) -> list[str]:
     lines = [f"  strategies of one axis of {k}"]
     pending = sorted({op for s in call.inputs for op in pending_ops(s.dtype)}) or ["sum"]
     for choice in rule.choices(pending):
-        if choice.factor is not None and start.cut(rule, choice.factor, k) is None:
+        if choice.factor is not None and start.sharded(rule, choice.factor, k) is None:
             continue
         row = ", ".join(_places(choice.inputs, rule.inputs, start)) + " -> "
         row += ", ".join(_places(choice.outputs, rule.outputs, start))

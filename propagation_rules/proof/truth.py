@@ -1,7 +1,7 @@
 """Law of truth: every strategy that a rule derives gives the plain op's value.
 
 For one recorded call and one mesh, on simulated ranks: the rule is asked for its strategies (those of several axes
-are compositions), the full inputs are cut into the layout that a strategy asks for, every rank runs its local part
+are compositions), the full inputs are sharded into the layout that a strategy asks for, every rank runs its local part
 or kernel, and the parts are put together and compared with the plain op on the full tensors.
 
     right       value, shape, dtype and the agreement of replicas hold
@@ -379,7 +379,7 @@ def _dtensors(x: Any) -> Iterator[DTensor]:
 def wrapped(
     call: RecordedCall, mesh: DeviceMesh, layouts: Sequence[Sequence[Placement]], cut: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with DTensors in these layouts; with `cut` they hold this rank's parts, else the whole."""
+    """The call's arguments with DTensors in these layouts; with `split` they hold this rank's parts, else the whole."""
     at = itertools.count()
 
     def wrap(t: torch.Tensor) -> DTensor:

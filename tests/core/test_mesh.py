@@ -454,7 +454,7 @@ def gloo_torch_meshes(rank: int, world: int) -> None:
 
     theirs = torch_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     flat = theirs._flatten()
-    part, before = theirs["y"], engine()  # torch 2.14 loads some of its engine to cut its mesh, 2.13 none
+    part, before = theirs["y"], engine()  # torch 2.14 loads some of its engine to shard its mesh, 2.13 none
     ours = DeviceMesh.from_torch(theirs)
     assert as_mesh(theirs) is ours and ours == init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     assert ours.get_group("x") is theirs.get_group("x") and as_mesh(part) == ours["y"]

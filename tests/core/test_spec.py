@@ -9,14 +9,14 @@ import torch
 
 from dtensor import Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from dtensor.errors import LayoutError
-from dtensor.intervals import Interval, cut_runs, dim_intervals, parts_of_runs
+from dtensor.intervals import Interval, dim_intervals, parts_of_runs, split_runs
 from dtensor.simulate import fake_world, simulate
 from dtensor.spec import Spec, contiguous_stride, normalize_placements
 from dtensor.tensor_methods.offsets import compute_local_shape_and_global_offset
 
 
 def cut(items: list[int], k: int, r: int) -> list[int]:
-    """The r-th chunk as torch.chunk cuts it."""
+    """The r-th chunk as torch.chunk shards it."""
     parts = torch.tensor(items).chunk(k) if items else ()
     return parts[r].tolist() if r < len(parts) else []
 
@@ -170,10 +170,10 @@ def test_runs_are_cut_in_one_walk(n: int) -> None:
 
 
 def test_cutting_every_row_takes_time_that_grows_with_the_rows() -> None:
-    """The columns of a matrix cut over two axes, flattened: as many runs as rows, each cut again."""
+    """The columns of a matrix sharded over two axes, flattened: as many runs as rows, each cut again."""
     for rows in (300, 301):
         runs = _Counted(dim_intervals(rows * 8, ((2, 0, rows),)))
         for r in (0, 1):
             runs.looked = 0
-            assert len(cut_runs(runs, 2, r, rows)) == rows
+            assert len(split_runs(runs, 2, r, rows)) == rows
             assert runs.looked <= 3 * rows

@@ -29,13 +29,13 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tenso
 
 
 def laid_out(mesh: dtensor.DeviceMesh, layout: Layout, x: torch.Tensor, t: torch.Tensor) -> tuple[DTensor, DTensor]:
-    """Logits as leaves, and targets cut along the same rows."""
+    """Logits as leaves, and targets sharded along the same rows."""
     rows = [Replicate() if p == Shard(1) else p for p in layout]
     return distribute_tensor(x.detach(), mesh, layout).requires_grad_(), distribute_tensor(t, mesh, rows)
 
 
 def loss_of(mesh: dtensor.DeviceMesh, grad: bool = True) -> tuple[DTensor, DTensor]:
-    """Cross entropy of the batch, cut along its rows, and the logits."""
+    """Cross entropy of the batch, sharded along its rows, and the logits."""
     logits, target = laid_out(mesh, (Shard(0),), *batch())
     return F.cross_entropy(logits.requires_grad_(grad), target), logits
 

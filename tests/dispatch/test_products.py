@@ -225,7 +225,7 @@ FROZEN = [(False, True), (True, False)]
 
 @pytest.mark.parametrize("name", ["linear of 3 dims", "matmul of 2 dims", "matmul of 3 dims by 2", "matmul of 3 dims"])
 def test_gradients_cut_in_their_own_way(name: str) -> None:
-    """What is not needed is not saved, and the gradient may be cut in another way than it."""
+    """What is not needed is not saved, and the gradient may be sharded in another way than it."""
     f, shapes = CASES[name]
     torch.manual_seed(0)
     full = [torch.randn(s) for s in shapes]
@@ -384,7 +384,7 @@ def test_lowered_and_compiled() -> None:
 
 
 def test_gradients_that_are_cut_in_a_way_of_their_own() -> None:
-    """Where an input is not needed, nothing makes the gradient of the result be cut as that input is."""
+    """Where an input is not needed, nothing makes the gradient of the result be sharded as that input is."""
     full = {
         F.linear: (torch.randn(4, 6, 8), torch.randn(10, 8)),
         torch.matmul: (torch.randn(4, 6, 8), torch.randn(8, 10)),

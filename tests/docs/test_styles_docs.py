@@ -66,7 +66,7 @@ def hand(a: Placement, b: Placement) -> PrepareModuleOutput:
 PAIR = {"a": ColwiseParallel(), "b": RowwiseParallel()}
 CUT_PAIR = {"a": ColwiseParallel(input_layouts=Shard(1)), "b": RowwiseParallel(output_layouts=Shard(1))}
 
-# What stands in the tables: (what is shown, module, plan, the dim on which x = float32[2,8,16] comes cut, None: whole).
+# What stands in the tables: (what is shown, module, plan, the dim on which x = float32[2,8,16] is sharded, or None).
 # Lookups take i = int64[2,8]; the rows of a page are measured in this order.
 CASES: dict[str, list[Case]] = {
     "colwise": [
@@ -89,7 +89,7 @@ CASES: dict[str, list[Case]] = {
          RowwiseParallel(input_layouts=R, output_layouts=Shard(1)), None),
         ("Conv1d, `RowwiseParallel()`", conv, RowwiseParallel(), 1),
         ("columns, then rows", MLP, PAIR, None),
-        ("the same for a cut sequence", MLP, CUT_PAIR, 1),
+        ("the same for a sharded sequence", MLP, CUT_PAIR, 1),
     ],
     "packed": [
         ("qkv of 4, 4 and 4 heads, o by rows", lambda: PackedAttention(4, 4, 4),

@@ -90,7 +90,7 @@ def layout_words(
     """A layout: shards, also of one dim in another order of the axes, and one kind of pending reduction of a dtype."""
     kinds = ["sum", *(kinds_of(dtype) if dtype else ())]
     kind, words = rng.choice(kinds), list[str]()
-    one = rng.random() < 0.15  # all axes cut one dim
+    one = rng.random() < 0.15  # all axes shard one dim
     for axis in range(len(mesh)):
         chance = rng.random()
         if chance < 0.17 and len(kinds) > 1:

@@ -80,7 +80,7 @@ def case_tensor_parallel(env: Environment) -> None:
 
 
 def case_sequence_parallel(env: Environment) -> None:
-    """The same with activations cut along the sequence between the layers."""
+    """The same with activations sharded along the sequence between the layers."""
     mesh = env.mesh(env.world)
     _compare(env, lambda net: parallelize_module(net, mesh, _sequence_plan()))  # type: ignore[arg-type]
 

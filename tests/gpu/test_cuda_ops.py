@@ -95,7 +95,7 @@ def test_layouts_of_the_cuda_ops(backend: str, dropout: float, shape: tuple[int,
 
 
 def test_sharded_sequences_are_gathered_or_moved() -> None:
-    """A cut sequence cannot stay cut: it moves to the batch, in all backends."""
+    """A sharded sequence cannot stay sharded: it moves to the batch, in all backends."""
     for op in BACKENDS.values():
         with fake_world(4) as world, FakeTensorMode():
             mesh = init_device_mesh("cuda", (4,))

@@ -87,7 +87,7 @@ def test_every_move_issues_what_its_plan_says(shape: tuple[int, ...], late: bool
     for i, (a, b) in enumerate(cases):
         for calls, plan, nows in (r[i] for r in ranks):
             told = [kind for kind, _ in plan]
-            if [c.kind for c in calls] != told:  # parts of unlike sizes, and maxima of 16 bits, travel in other ways
+            if [c.kind for c in calls] != told:  # parts of different sizes, and maxima of 16 bits, travel in other ways
                 assert len(calls) == len(told), (a, b, calls, plan)
             assert [c.ranks for c in calls] == [tuple(g) for _, g in plan], (a, b)
             kinds |= {c.kind for c in calls}

@@ -83,7 +83,7 @@ def test_one_launch_a_group() -> None:
 
 
 def test_what_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tensors, reductions to unlike parts or after an exchange, CPU tensors: queued one by one, as ever."""
+    """Large tensors, reductions to different parts or after an exchange, CPU tensors: queued one by one, as ever."""
 
     def body(mesh: Any) -> list[list[Any]]:
         logs = []
@@ -121,7 +121,7 @@ def test_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(mesh: Any, seed: int = 0) -> list[DTensor]:
-    """Pending along one axis or the other, in two dtypes, cut and whole, sums, averages and maxima."""
+    """Pending along one axis or the other, in two dtypes, sharded and whole, sums, averages and maxima."""
     wide, narrow = torch.float32, torch.bfloat16
     layouts = [
         ((Partial(), R), wide), ((Partial(), Shard(0)), wide), ((Partial(), R), narrow), ((R, Partial()), narrow),

@@ -4,7 +4,7 @@
                                         simulated ranks, forward and backward, and compares with the plain function
                                         on the full tensors.
 `check_strategies(sample, mesh_shape)`  runs `sample.fn` once, and for every op it reaches, backward included, every
-                                        strategy that the op's rule derives for the mesh: local inputs are cut from
+                                        strategy that the op's rule derives for the mesh: local inputs are sharded from
                                         the full ones, the local part runs, the outputs are put together and compared
                                         with the plain op.
 

@@ -37,7 +37,7 @@ def move(a: Placement, b: Placement, out: bool) -> Any:
 
 @dataclass
 class Row:
-    """`init`, `forward`, `backward` count collectives as "scatter 2, all_reduce 1"; `x` is the dim x is cut on."""
+    """`init`, `forward`, `backward` count collectives as "scatter 2, all_reduce 1"; `x` is the dim x is sharded on."""
 
     make: Callable[[], nn.Module]
     plan: Any

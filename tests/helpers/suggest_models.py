@@ -214,7 +214,7 @@ class GateUp(nn.Module):
 
 
 class TiledQueries(nn.Module):
-    """Grouped queries in an order that goes over all key heads before it repeats one: heads cannot stay cut."""
+    """Grouped queries in an order that goes over all key heads before it repeats one: heads cannot stay sharded."""
 
     def __init__(self) -> None:
         super().__init__()

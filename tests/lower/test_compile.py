@@ -259,7 +259,7 @@ def test_a_mask_that_was_dropped_out_is_that_of_the_gradient() -> None:
 
 
 def test_ranks_make_the_same_backward() -> None:
-    """Where parts have unlike sizes, and some are empty, ranks send the same collectives forward and backward."""
+    """Where parts have different sizes, and some are empty, ranks send the same collectives forward and backward."""
     from torch._dynamo.backends.common import aot_autograd
 
     def step(x: DTensor, w: DTensor, z: DTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Programs send no more than they must: what a step of training, a table cut by rows and products of shards cost."""
+"""Programs send no more than they must: a step of training, a table sharded by rows, products of shards."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_shards_of_rows_gather_the_weight(name: str, size: tuple[int, int, int])
     on((2, 2), f)
 
 
-# ------------------------------------------------------------ tables cut by rows
+# ------------------------------------------------------------ tables sharded by rows
 TABLES: list[tuple[tuple[int, ...], Layout, Layout, Layout]] = [  # mesh, table, indices, gradient of the output
     ((4,), (S(0),), (R,), (R,)),
     ((4,), (S(0),), (R,), (S(0),)),

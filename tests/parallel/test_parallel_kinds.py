@@ -217,7 +217,7 @@ def test_norms_of_a_cut_sequence(make: Callable[[], nn.Module], dim: int, local:
 
 
 def test_lookups_of_cut_indices() -> None:
-    """Indices that are cut come out in the layout that is asked for, by column and by row."""
+    """Indices that are sharded come out in the layout that is asked for, by column and by row."""
 
     def f(mesh: DeviceMesh) -> None:
         ref = seeded(lambda: nn.Embedding(9, 6))

@@ -132,7 +132,7 @@ def test_the_mesh_of_the_context() -> None:
 
 @pytest.mark.parametrize("path", ["", "0", None])
 def test_whose_values_count(path: str | None) -> None:
-    """src_data_rank, for the empty path too; None cuts each rank's own and sends nothing."""
+    """src_data_rank, for the empty path too; None shards each rank's own and sends nothing."""
 
     def f(mesh: DeviceMesh) -> None:
         for src in (0, 2, None):

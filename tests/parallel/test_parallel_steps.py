@@ -37,7 +37,7 @@ class Gathered(SequenceParallel):
 
 
 class Whole(SequenceParallel):
-    """Takes whole sequences and cuts them; applies the steps itself."""
+    """Takes whole sequences and shards them; applies the steps itself."""
 
     @staticmethod
     def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> object:

@@ -57,7 +57,7 @@ class Buffered(nn.Linear):
 
 
 class OwnStyle(ParallelStyle):
-    """Cuts the weight, changes an attribute, adds a hook of its own."""
+    """Shards the weight, changes an attribute, adds a hook of its own."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.times = 2  # type: ignore[assignment]

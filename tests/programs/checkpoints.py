@@ -101,7 +101,7 @@ def read_app(world, folder, uneven=False):
 
 
 def write_uneven_app(world, folder):
-    """Parts of unlike sizes along both axes."""
+    """Parts of different sizes along both axes."""
     write_app(world, folder, uneven=True)
 
 

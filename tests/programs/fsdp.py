@@ -442,7 +442,7 @@ def case_empty_parts(world):
 
 
 def case_from_meta_over_tp(world):
-    """Made without memory, cut along both axes, given memory and values of its own, then those of a full state dict."""
+    """Made without memory, sharded along both axes, given memory and values, then those of a full state dict."""
     mesh = grid(world // 2, 2)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10, 12), nn.GELU(), nn.Linear(12, 10), nn.LayerNorm(10)).double()
@@ -458,7 +458,7 @@ def case_from_meta_over_tp(world):
 
 
 def case_tied_over_tp(world):
-    """A weight that the embedding and the head share, cut along both axes; gradients of two batches summed."""
+    """A weight that the embedding and the head share, sharded along both axes; gradients of two batches summed."""
 
     class Tied(nn.Module):
         def __init__(self):

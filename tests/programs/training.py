@@ -251,7 +251,7 @@ def case_ddp_over_all_processes_is_refused(world):
 
 
 class Shared(nn.Module):
-    """A weight that two layers share, buffers of which one is cut, a layer that is not used."""
+    """A weight that two layers share, buffers of which one is sharded, a layer that is not used."""
 
     def __init__(self):
         super().__init__()

@@ -215,7 +215,7 @@ def test_the_bound_knows_the_simple_cases() -> None:
 
 
 def test_the_law_can_fail() -> None:
-    """A plan that gathers before it cuts is over the bound."""
+    """A plan that gathers before it shards is over the bound."""
     with fake_world(8):
         mesh = init_device_mesh("cpu", (8,))
         spec = Spec.make(mesh, (Shard(0),), EVEN, contiguous_stride(EVEN), torch.float32)

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def parts_of(shape: Shape, cuts: list[tuple[int, int, int]]) -> list[Region]:
-    """The shards of a tensor cut by (dim, positions, split factor) after each other, by position."""
+    """The shards of a tensor sharded by (dim, positions, split factor) after each other, by position."""
     out = []
     for at in itertools.product(*[range(k) for _, k, _ in cuts]):
         by_dim = [tuple([(k, r, f) for (d, k, f), r in zip(cuts, at) if d == dim]) for dim in range(len(shape))]

@@ -50,7 +50,7 @@ def test_no_path_is_shorter(mesh_shape: tuple[int, ...], shape: tuple[int, ...],
 
     Where an all-to-all is far cheaper than a reduction, two of them, axis by axis, can be a third faster than one.
 
-    By seconds a plan does not cut what it will gather; with uneven shards the estimates of single steps (of the
+    By seconds a plan does not shard what it will gather; with uneven shards the estimates of single steps (of the
     largest shard each) do not add up alike on all paths.
     """
     model = MODELS[name]

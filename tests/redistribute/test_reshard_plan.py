@@ -196,7 +196,7 @@ def test_searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_replicated_is_cut_before_the_rest_moves() -> None:
-    """Also past what a later axis cuts, by a split factor, and before a gather that starts sooner than an exchange."""
+    """Also past what a later axis shards, by a split factor, and before a gather that starts before an exchange."""
     past = StridedShard(0, split_factor=2)
     with use_cost_model(SECONDS):
         made = plan((2, 2), (R, S0), (past, R))

@@ -281,7 +281,7 @@ def bound_on_gloo(rank: int, world: int) -> None:
 
 
 def uneven_on_gloo(rank: int, world: int) -> None:
-    """Shards of unlike sizes, drawn alike on all ranks, some on a device with queues: new, contiguous, right memory.
+    """Shards of different sizes, drawn alike on all ranks, some on a device with queues: new, contiguous, right memory.
 
     Used again with other numbers, so that a buffer that is used twice would show in the first result.
     """

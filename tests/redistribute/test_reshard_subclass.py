@@ -1,4 +1,4 @@
-"""Parts that are tensor subclasses with few operations: gathered, cut and joined, or refused on all ranks."""
+"""Parts that are tensor subclasses with few operations: gathered, sharded and joined, or refused on all ranks."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ LARGE: list[tuple[tuple[int, ...], Layout, Layout, str]] = [
     ((2, 2), (S1, S1), (R, S1), "even, uneven, larger"), ((2, 2), (S0, S0), (R, T0), "uneven, larger"),
     ((2, 2), (S1, P), (T0, T0), ""), ((4,), (P,), (S1,), "larger"),
 ]  # fmt: skip
-"""Of which tensors messages are sent: of 1 MiB, evenly cut or not, or of 8 MiB."""
+"""Of which tensors messages are sent: of 1 MiB, evenly sharded or not, or of 8 MiB."""
 
 
 def large_on_gloo(rank: int, world: int) -> None:

@@ -28,7 +28,7 @@ def _wrong_reduce(call: Call) -> Rule:
 
 
 def _no_refusal_of_uneven(call: Call) -> Rule:
-    """Says that the transposed dims are the same: wrong wherever a dim is cut."""
+    """Says that the transposed dims are the same: wrong wherever a dim is sharded."""
     return pattern("a b -> a b")(call)
 
 
@@ -101,7 +101,7 @@ def test_parts_put_together_give_the_whole() -> None:
 
 
 def test_a_label_may_have_other_sizes_where_only_kernels_cut_it() -> None:
-    """`resized` dims may differ between tensors; no plain strategy cuts them, and without it they are an error."""
+    """`resized` dims may differ between tensors; no plain strategy shards them, and without it they are an error."""
     meta = TensorMeta(torch.Size([3, 2]), (2, 1), torch.float32)
 
     def program() -> None:

@@ -58,9 +58,9 @@ def run_f(mesh: Any) -> Any:
 
 # ------------------------------------------------------------ refused when registered
 REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
-    "no such op": ("faults.g", pattern(MM), {}, "no operator 'faults.g'"),
-    "no such overload": ("faults.f.Tensor", pattern(MM), {}, "no overload 'Tensor'"),
-    "no such library": ("fault.f", pattern(MM), {}, "no operator 'fault.f' .is it faults.f"),
+    "no op like that": ("faults.g", pattern(MM), {}, "no operator 'faults.g'"),
+    "no overload like that": ("faults.f.Tensor", pattern(MM), {}, "no overload 'Tensor'"),
+    "no library like that": ("fault.f", pattern(MM), {}, "no operator 'fault.f' .is it faults.f"),
     "an op of torch, misspelt": ("aten.logsumexpp", pattern("a [b] -> a"), {}, "is it aten.logsumexp"),
     "no namespace": ("mm", pattern(MM), {}, "namespace"),
     "an out form": ("aten.mm.out", pattern(MM), {}, "form"),
@@ -156,8 +156,8 @@ def fails(ctx: KernelContext) -> Any:
 BUILT: dict[str, tuple[Any, str]] = {
     "a tuple": (lambda call: ((0,), (1,)), "gave"),
     "a pattern not called": (lambda call: pattern(MM), "gave"),
-    "no such argument": (lambda call: call["factor"], "KeyError"),
-    "no such attribute": (lambda call: call.nothing, "call.nothing"),
+    "no argument like that": (lambda call: call["factor"], "KeyError"),
+    "no attribute like that": (lambda call: call.nothing, "call.nothing"),
     "a division": (lambda call: 1 / 0, "1 / 0"),
     "words of its own": (lambda call: (_ for _ in ()).throw(RuntimeError("only for 2-D")), "only for 2-D"),
     "too many arguments": (lambda call, more: None, "TypeError"),

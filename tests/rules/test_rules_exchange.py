@@ -1,4 +1,4 @@
-"""Exchanges along a cut dim: the laws, exactly what is lacking is sent, and what the rules promise about traffic."""
+"""Exchanges along a sharded dim: the laws, just what is lacking is sent, and what rules promise about traffic."""
 
 from __future__ import annotations
 

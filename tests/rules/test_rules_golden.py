@@ -40,13 +40,13 @@ def test_every_rule_says_what_it_is() -> None:
 
 def test_a_builder_without_text_prints_its_docstring() -> None:
     def mine(call):
-        """Cuts nothing, by hand.
+        """Splits nothing, by hand.
 
         More.
         """
 
     with override("aten.addmm", mine, values="alpha", random=True):
-        assert entries()["aten.addmm"].text == "mine: Cuts nothing, by hand."
+        assert entries()["aten.addmm"].text == "mine: Splits nothing, by hand."
     with override("aten.mm", pattern("m k, k n -> m n", linear="0|1")):
         assert entries()["aten.mm"].text == "m k, k n -> m n   linear 0|1"
 

@@ -32,7 +32,7 @@ BAD_INDEX: dict[str, Callable[[Any, Any], Any]] = {
     "index_copy": lambda x, i: x.index_copy(1, i, x[:, :1]),
     "index_fill": lambda x, i: x.index_fill(1, i, 2.0),
     "index_select": lambda x, i: x.index_select(1, i),
-    "select on the cut dim": lambda x, i: x.t().index_select(0, i),
+    "select on the sharded dim": lambda x, i: x.t().index_select(0, i),
     "take": lambda x, i: x.take(i + 20),
 }
 

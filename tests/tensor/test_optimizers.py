@@ -230,7 +230,7 @@ def test_clip_grad_norm(order: float, foreach: bool) -> None:
 
 
 def _pending(mesh: DeviceMesh, grads: list[torch.Tensor]) -> list[nn.Parameter]:
-    """Replicated parameters with pending gradients, but for the first, which is cut."""
+    """Replicated parameters with pending gradients, but for the first, which is sharded."""
     layouts: list[list[Placement]] = [[Shard(0)], *[[Replicate()]] * (len(grads) - 1)]
     params = [nn.Parameter(make(torch.zeros_like(g), mesh, p)) for g, p in zip(grads, layouts, strict=True)]
     for p, g in zip(params, grads, strict=True):

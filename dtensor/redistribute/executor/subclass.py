@@ -1,8 +1,8 @@
 """Redistribution of parts that are tensor subclasses of somebody else's: numbers in 8 bits with scales, for instance.
 
 Such a part is not one block of numbers, and has few operations: it can be gathered by the functional collectives,
-along dim 0, cut and joined. So it goes axis by axis: what must not stay as it is is made whole, the last axis first,
-and then cut anew, the first axis first.
+along dim 0, split and joined. So it goes axis by axis: what must not stay as it is is gathered, the last axis first,
+and then sharded anew, the first axis first.
 
     [S(0), S(0)] -> [R, S(0)] on (2, 2)     gather over axis 1, gather over axis 0, take half of it over axis 1
 """
@@ -62,7 +62,7 @@ def run_opaque(plan: ReshardPlan, x: torch.Tensor) -> torch.Tensor:
 
 
 def _changing(src: Spec, dst: Spec) -> list[int]:
-    """The axes to be made whole: those that change, and those that cut, later, a dim that one of them cuts."""
+    """The axes to be gathered: those that change, and those that split, later, a dim that one of them splits."""
     axes: list[int] = []
     dims: set[int] = set()
     for a, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):

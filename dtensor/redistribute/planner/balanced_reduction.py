@@ -33,7 +33,7 @@ from dtensor.spec import Spec
 __all__ = ["in_stages", "spread"]
 
 _MOST_RANKS, _MOST_CLASSES = 32, 512
-"""Larger groups, and finer cuts, reduce in other ways: the division takes time that grows with both."""
+"""Larger groups, and finer splits, reduce in other ways: the division takes time that grows with both."""
 _IN_STAGES = frozenset({"sum", "avg", "product", "max", "min", "band", "bor", "bxor"})
 
 
@@ -51,14 +51,14 @@ def in_stages(spec: Spec) -> bool:
 def spread(space: Space, src: Facts, dst: Facts, axes: tuple[int, ...], pending: Sequence[int]) -> Path | None:
     """The step from `src`, which is pending on `pending`, to `dst`, over `axes`: those, and those that must talk.
 
-    None where the group is too large or too finely cut, or the parts cannot be reduced in stages.
+    None where the group is too large or too finely sharded, or the parts cannot be reduced in stages.
     """
     if not space.in_stages or not space.shape or space.ranks(axes) > _MOST_RANKS:
         return None
     classes = 1
     for layout in (src, dst):
-        for cuts in layout.cuts:
-            for a, factor in cuts:
+        for splits in layout.splits:
+            for a, factor in splits:
                 classes *= space.sizes[a] * (factor or 1) if a in axes else 1
     if classes > _MOST_CLASSES:
         return None
@@ -71,7 +71,7 @@ def level(space: Space, src: Facts, dst: Facts, axes: tuple[int, ...], k: int) -
     """Bytes that each rank receives when a reduction of k parts is spread over the ranks along `axes`.
 
     Counted by the digits of the index that each axis fixes, as though all shards were even. For a share `both` of the
-    elements there is a rank that holds a part and wants the result: along every axis that cuts them before and after,
+    elements there is a rank that holds a part and wants the result: along every axis that shards them before and after,
     the digits must be the same. Where only a circle of axes change digits, `room` is the share of the ranks that
     have to do with the other elements.
     """
@@ -96,17 +96,17 @@ def level(space: Space, src: Facts, dst: Facts, axes: tuple[int, ...], k: int) -
     copies = space.ranks([a for a in axes if a not in want])
     spare = (1 - both) * (k - 1) + both * (k - 2)
     room = 1 - both if k == 2 and circles and both < 1 and links == 2 * circles else 1.0
-    apart = {a for layout in (src, dst) for cuts in layout.cuts for a, _ in cuts if a not in axes}
+    apart = {a for layout in (src, dst) for splits in layout.splits for a, _ in splits if a not in axes}
     mean = space.nbytes_of_all / space.ranks([*apart, *axes])
     return max(dst.nbytes, mean * (copies + spare / room))
 
 
 def _digits_of(space: Space, layout: Facts, axes: Sequence[int]) -> dict[int, tuple[int, int, int]]:
-    """The digit of an index that each of `axes` fixes: (dim, what is cut before it, its size)."""
+    """The digit of an index that each of `axes` fixes: (dim, what is sharded before it, its size)."""
     found = {}
-    for d, cuts in enumerate(layout.cuts):
+    for d, splits in enumerate(layout.splits):
         before = 1
-        for a, factor in cuts:
+        for a, factor in splits:
             before *= max(factor, 1)
             if a in axes:
                 found[a] = (d, before, space.sizes[a])

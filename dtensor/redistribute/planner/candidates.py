@@ -1,7 +1,8 @@
 """The handful of good ways between two layouts, and the layouts that they lead over.
 
-A reduction is followed by one shot at most. Above that there is a choice: to reduce whole, to scatter, to scatter what
-the goal cuts and reduce the rest, or to let the receivers reduce; and, where links differ in speed, to go axis by axis.
+A reduction is followed by one collective at most. Above that there is a choice: to all-reduce, to scatter, to scatter
+what the goal splits and reduce the rest, or to let the receivers reduce; and, where links differ in speed, to go axis
+by axis.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _gathered(space: Space, have: Facts, want: Facts, known: Path) -> Path:
 def ways(space: Space, src: Facts, dst: Facts, pending: tuple[int, ...], room: float = math.inf) -> list[Path]:
     """The ways of one or two collectives to reduce `pending`, axes of one kind, those in less than `room` seconds.
 
-    After a slice, which is free, they are reduced whole, or scattered and then moved, or those scattered that `dst`
-    cuts and the others reduced whole; or every rank receives the pending parts of what it wants and reduces them
+    After a slice, which is free, they are reduced in full, or scattered and then moved, or those scattered that `dst`
+    splits and the others reduced in full; or every rank receives the pending parts of what it wants and reduces them
     itself; or, where that receives less, the reduction is spread over the ranks first. Two reductions of one form are
     never better than one over the axes together, which receives as much.
     """
@@ -147,8 +148,8 @@ def _by_receivers(
 
 
 def scatter_takes(space: Space, cur: Facts, dst: Facts, axes: tuple[int, ...]) -> float:
-    """Seconds that a reduce-scatter takes at least, with the launch that follows if `dst` does not cut `axes`."""
-    copies = space.ranks([a for a, p in enumerate(cur.layout) if p is _REPLICATE])  # may be cut along with them
+    """Seconds that a reduce-scatter takes at least, with the launch that follows if `dst` does not sharded `axes`."""
+    copies = space.ranks([a for a, p in enumerate(cur.layout) if p is _REPLICATE])  # may be sharded along with them
     scatter = space.links.over(axes).reduce_scatter(space.carried(cur.nbytes) / copies)
     return scatter + (space.links.launch if any(dst.dim_of[a] < 0 for a in axes) else 0.0)
 
@@ -209,7 +210,7 @@ def staged(space: Space, src: Facts, dst: Facts, groups: Sequence[tuple[int, ...
     """Group by group: what is pending is scattered, or reduced, in the order given; the rest moves in the other order.
 
     So fast links carry much and slow ones what is left of it. Axes of a group that are pending in several kinds are
-    reduced kind by kind. Where nothing else moves the last of them are reduced whole if `dst` does not cut them: that
+    reduced kind by kind. Where nothing else moves the last of them are all-reduced if `dst` does not shard them: that
     is a scatter and a gather in one.
     """
     pending = pending_axes(src, dst)
@@ -252,16 +253,16 @@ def changed(cur: Facts, nxt: Facts) -> tuple[int, ...]:
 
 
 def _cut_later(layout: Facts, axis: int, dim: int) -> list[int]:
-    """The axes after `axis` that cut `dim`."""
-    return [b for b, _ in layout.cuts[dim] if b > axis]
+    """The axes after `axis` that split `dim`."""
+    return [b for b, _ in layout.splits[dim] if b > axis]
 
 
 def sliced_first(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -> Facts:
-    """`cur` with every replicated axis cut that can be, so that less is reduced.
+    """`cur` with every replicated axis split that can be, so that less is reduced.
 
-    Left alone are axes that cut a dim before another axis does in `cur` (their part is not this rank's to take, unless
-    a split factor skips what the other cuts, now and in `dst`), or after a pending axis that will cut the same dim (it
-    must come first).
+    Left alone are axes that shard a dim before another axis does in `cur` (their part is not this rank's to take,
+    unless a split factor skips what the other shards, now and in `dst`), or after a pending axis that will shard the
+    same dim (it must come first).
     """
     nxt = cur
     for a, p in enumerate(cur.layout):
@@ -282,7 +283,7 @@ def sliced_first(space: Space, cur: Facts, dst: Facts, pending: Sequence[int]) -
 def scattered_to(space: Space, cur: Facts, dst: Facts | None, axes: tuple[int, ...]) -> Facts | None:
     """Where a reduce-scatter over `axes` leads: to shards of `dst` where possible, else (or with None) to even shards.
 
-    Replicated axes that cut the same dim right after one of `axes` are cut along with it, so that nothing is
+    Replicated axes that shard the same dim right after one of `axes` are sharded along with it, so that nothing is
     received that is not wanted. Returns None for a tensor without dims.
     """
     now, sizes = cur, space.sizes
@@ -310,15 +311,15 @@ def _best_cut(space: Space, cur: Facts, dst: Facts, axis: int) -> Placement | No
     """A shard for `axis` that keeps what this rank holds of `cur` in place: even, of a dim `dst` leaves whole, early.
 
     An early dim is gathered without a copy; where none is even it is the one whose largest shard is smallest. Where a
-    later axis cuts the dim already, a split factor puts `axis` after it, if all is even.
+    later axis shards the dim already, a split factor puts `axis` after it, if all is even.
     """
     k, best, choice = space.sizes[axis], (0.0, False, 1), None
     for d, n in enumerate(cur.dims):
         if not n:
             continue
-        cuts = cur.cuts[d]
-        later = [b for b, _ in cuts if b > axis]
-        if later and (any(f for _, f in cuts) or space.shape[d] % (k * space.ranks([a for a, _ in cuts]))):
+        splits = cur.splits[d]
+        later = [b for b, _ in splits if b > axis]
+        if later and (any(f for _, f in splits) or space.shape[d] % (k * space.ranks([a for a, _ in splits]))):
             continue
         score = (-(chunk_size(n, k) * k / n), d not in dst.dim_of, -d)
         if choice is None or score > best:

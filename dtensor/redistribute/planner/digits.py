@@ -3,7 +3,7 @@
     16 by axis 0 (2), axis 1 (4)             index = 8 * a + 2 * b + c         {0: ((8, 2),), 1: ((2, 4),)}
     16 by axis 1 (4) with split factor 2     index = 8 * a + 2 * b + c         {1: ((2, 4),)}
 
-So a cut that skips what another axis would have cut first is seen to be the same cut.
+So a split that skips what another axis would have sharded first is seen to be the same split.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Pieces = tuple[tuple[int, int], ...]
 """Digits of an index, major first, as (stride, size)."""
 
 
-def digits(n: int, cuts: tuple[tuple[int, int], ...], sizes: Sequence[int]) -> dict[int, Pieces] | None:
-    """What each axis of `cuts`, (axis, split factor) in order, fixes of the index of a dim of `n`: its digits.
+def digits(n: int, splits: tuple[tuple[int, int], ...], sizes: Sequence[int]) -> dict[int, Pieces] | None:
+    """What each axis of `splits`, (axis, split factor) in order, fixes of the index of a dim of `n`: its digits.
 
-    `sizes`: of the mesh axes. None where the cuts leave uneven shards.
+    `sizes`: of the mesh axes. None where the splits leave uneven shards.
     """
-    if len(cuts) == 1 and cuts[0][1] == 0:
-        axis = cuts[0][0]
+    if len(splits) == 1 and splits[0][1] == 0:
+        axis = splits[0][0]
         inner, rest = divmod(n, sizes[axis])
         return None if rest else {axis: ((inner, sizes[axis]),)}
     free: Pieces = ((1, n),)
     out: dict[int, Pieces] = {}
-    for axis, factor in cuts:
+    for axis, factor in splits:
         split = _split(free, factor or 1)
         mine = None if split is None else _split(split[1], sizes[axis])
         if split is None or mine is None:

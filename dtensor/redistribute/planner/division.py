@@ -25,7 +25,7 @@ __all__ = ["Box", "arrivals", "balanced", "boxes_of"]
 
 _SWEEPS = 256
 _FINE = 64
-"""A class is cut in parts that are exact to a 64th of it or less."""
+"""A class is sharded in parts that are exact to a 64th of it or less."""
 
 
 class Box(NamedTuple):
@@ -241,8 +241,8 @@ _Sized = tuple[Region, int]
 def _first(box: Region, size: int, count: int, coarse: int) -> tuple[list[_Sized], list[_Sized]]:
     """About the first `count` of the `size` elements of `box`, and the others; `coarse` more or less do not matter.
 
-    Some, but not all. Cut along the first dim that is long, else the longest; what is missing comes from the slab that
-    follows.
+    Some, but not all. Divided along the first dim that is long, else the longest; what is missing comes from the slab
+    that follows.
     """
     lengths = region_shape(box)
     for dim, n in enumerate(lengths):  # noqa: B007 (the one that it ends with)

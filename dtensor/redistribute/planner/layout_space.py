@@ -1,8 +1,8 @@
-"""Layouts of one tensor on one mesh, as the planner sees them: which axes cut a dim, in which order.
+"""Layouts of one tensor on one mesh, as the planner sees them: which axes shard a dim, in which order.
 
-    layout [S(0), R, S(0)] of a 2-dim tensor:  cuts = (((0, 0), (2, 0)), ())      dim 0 by axis 0, then by axis 2
+    layout [S(0), R, S(0)] of a 2-dim tensor:  splits = (((0, 0), (2, 0)), ())      dim 0 by axis 0, then by axis 2
 
-Axes of size 1 cut nothing and are left out. Everything here is a function of mesh shape, tensor shape and
+Axes of size 1 split nothing and are left out. Everything here is a function of mesh shape, tensor shape and
 placements: no rank's coord, and nothing that grows with the number of ranks.
 """
 
@@ -22,8 +22,8 @@ from dtensor.redistribute.step import Layout, Step
 
 __all__ = ["Facts", "Path", "Space", "is_sharded"]
 
-Cuts = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dim, the (axis, split factor) that cut it, in order; split factor 0 for a plain shard."""
+Splits = tuple[tuple[tuple[int, int], ...], ...]
+"""Per dim, the (axis, split factor) that shard it, in order; split factor 0 for a plain shard."""
 Path = tuple[float, tuple[Step, ...]]
 """Seconds, and the steps that take them."""
 
@@ -41,21 +41,21 @@ class Facts:
 
     Attributes:
         layout: itself.
-        cuts: which axes cut each dim.
+        splits: which axes shard each dim.
         dims: shape of the largest shard, the one at coord 0.
         nbytes: bytes of the largest shard.
         uneven: True where shards differ in size.
-        dim_of: per axis, the dim that it cuts, -1 where it cuts none.
+        dim_of: per axis, the dim that it shards, -1 where it shards none.
         pending: the Partial axes of more than one position.
     """
 
-    __slots__ = ("cuts", "dim_of", "dims", "layout", "nbytes", "pending", "uneven")
+    __slots__ = ("splits", "dim_of", "dims", "layout", "nbytes", "pending", "uneven")
 
     def __init__(
-        self, layout: Layout, cuts: Cuts, dims: tuple[int, ...], nbytes: int, uneven: bool,
+        self, layout: Layout, splits: Splits, dims: tuple[int, ...], nbytes: int, uneven: bool,
         dim_of: tuple[int, ...], pending: tuple[int, ...],
     ) -> None:  # fmt: skip
-        self.layout, self.cuts, self.dims, self.nbytes, self.uneven = layout, cuts, dims, nbytes, uneven
+        self.layout, self.splits, self.dims, self.nbytes, self.uneven = layout, splits, dims, nbytes, uneven
         self.dim_of, self.pending = dim_of, pending
 
 
@@ -120,7 +120,7 @@ class Space:
 
     def _new(self, layout: Layout) -> Facts:
         sizes, shape = self.sizes, self.shape
-        cuts: list[tuple[tuple[int, int], ...]] = [()] * len(shape)
+        splits: list[tuple[tuple[int, int], ...]] = [()] * len(shape)
         dim_of = [-1] * len(layout)
         dims, uneven = list(shape), False
         pending: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class Space:
             if isinstance(p, Shard):
                 dim_of[axis] = d = p.dim
                 if k > 1:
-                    cuts[d] += ((axis, 0),)
+                    splits[d] += ((axis, 0),)
                     n = dims[d]
                     dims[d] = chunk_size(n, k)
                     uneven = uneven or n % k != 0
@@ -137,7 +137,7 @@ class Space:
                 dim_of[axis] = d = p.dim
                 if k > 1:
                     factor = p.split_factor
-                    cuts[d] += ((axis, factor if factor > 1 else 0),)
+                    splits[d] += ((axis, factor if factor > 1 else 0),)
                     n = dims[d]
                     dims[d] = share_of(n, k, 0, factor)
                     uneven = uneven or dims[d] * k != n
@@ -146,7 +146,7 @@ class Space:
         nbytes = self.itemsize
         for n in dims:
             nbytes *= n
-        return Facts(layout, tuple(cuts), tuple(dims), nbytes, uneven, tuple(dim_of), pending)
+        return Facts(layout, tuple(splits), tuple(dims), nbytes, uneven, tuple(dim_of), pending)
 
     def put(self, facts: Facts, axes: Sequence[int], p: Placement) -> Facts:
         """The layout of `facts` with `p` on `axes`."""
@@ -156,22 +156,22 @@ class Space:
         """The layout of `facts` with the placements of `other` on `axes`."""
         return self.facts(tuple([q if a in axes else p for a, (p, q) in enumerate(zip(facts.layout, other.layout))]))
 
-    def digits(self, n: int, cuts: tuple[tuple[int, int], ...]) -> dict[int, Pieces] | None:
+    def digits(self, n: int, splits: tuple[tuple[int, int], ...]) -> dict[int, Pieces] | None:
         """`digits` on this mesh."""
-        key = (n, cuts)
+        key = (n, splits)
         if key in self._digits:
             return self._digits[key]
-        found = self._digits[key] = digits(n, cuts, self.sizes)
+        found = self._digits[key] = digits(n, splits, self.sizes)
         return found
 
     def kept(self, have_all: Facts, want_all: Facts) -> int:
-        """Bytes of the second layout's shard that the rank lacking most holds in the first: none where cuts cross.
+        """Bytes of the second layout's shard that the rank lacking most holds in the first: none where splits cross.
 
-        Where the axes that only cut the first have no say in the second, the rank of the largest shard may hold least.
+        Where axes that only split the first have no say in the second, the rank of the largest shard may hold least.
         """
         n = self.itemsize
-        cut = {axis for cuts in want_all.cuts for axis, _ in cuts}
-        for size, s, t, one, other in zip(self.shape, have_all.cuts, want_all.cuts, have_all.dims, want_all.dims):
+        cut = {axis for splits in want_all.splits for axis, _ in splits}
+        for size, s, t, one, other in zip(self.shape, have_all.splits, want_all.splits, have_all.dims, want_all.dims):
             if not s or not t:
                 if s and not any(axis in cut for axis, _ in s):
                     one = self._smallest(size, s, 0)
@@ -199,9 +199,9 @@ class Space:
             n *= min(one, other)
         return n
 
-    def _smallest(self, n: int, cuts: tuple[tuple[int, int], ...], largest: int = 0) -> int:
-        """A dim of the last shard, of the first one along the `largest` first cuts. Split factors count as plain."""
-        for i, (axis, _) in enumerate(cuts):
+    def _smallest(self, n: int, splits: tuple[tuple[int, int], ...], largest: int = 0) -> int:
+        """A dim of the last shard, of the first one along the `largest` first splits. Split factors count as plain."""
+        for i, (axis, _) in enumerate(splits):
             k = self.sizes[axis]
             n = share_of(n, k, 0 if i < largest else k - 1)
         return n
@@ -267,5 +267,5 @@ class Space:
         return nbytes if self.wire is None else nbytes // self.itemsize * min(self.wire.itemsize, most)
 
     def extends(self, have: Facts, want: Facts) -> bool:
-        """True when every rank's shard of `want` lies inside its shard of `have`, whose cuts come first."""
-        return all(t[: len(s)] == s for s, t in zip(have.cuts, want.cuts))
+        """True when every rank's shard of `want` lies inside its shard of `have`, whose splits come first."""
+        return all(t[: len(s)] == s for s, t in zip(have.splits, want.splits))

@@ -82,7 +82,7 @@ def _differing(space: Space, cur: Facts, dst: Facts) -> tuple[int, ...]:
 
 
 def _taking_part(cur: Facts, dst: Facts) -> tuple[int, ...]:
-    """Axes that must take part in a collective: those that are to be reduced, and those whose cuts are dropped."""
+    """Axes that must take part in a collective: those that are to be reduced, and those whose splits are dropped."""
     both = zip(cur.layout, dst.layout, cur.dim_of, dst.dim_of)
     return tuple([a for a, (p, q, d, e) in enumerate(both) if p is not q and (d >= 0 > e or a in cur.pending)])
 

@@ -15,11 +15,11 @@ __all__ = ["alike", "one_shot", "moving_axes"]
 
 
 def moving_axes(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[int, ...], bool]:
-    """The axes over which data must move between layouts, and whether cuts are only dropped, not added.
+    """The axes over which data must move between layouts, and whether splits are only dropped, not added.
 
-    Where an axis fixes the same digits of a dim's index in both (or, where shards are uneven, where the cuts of a
-    dim begin alike), it keeps apart what it kept apart; every other axis that cuts the first has data that ranks
-    elsewhere on it want. Axes that only cut the second need none: each position takes its part.
+    Where an axis fixes the same digits of a dim's index in both (or, where shards are uneven, where the splits of a
+    dim begin alike), it keeps apart what it kept apart; every other axis that shards the first has data that ranks
+    elsewhere on it want. Axes that only split the second need none: each position takes its part.
     """
     key = have_all, want_all
     found = space.moving_axes.get(key)
@@ -27,7 +27,7 @@ def moving_axes(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[i
         return found
     over: set[int] = set()
     pure = True
-    for n, s, t in zip(space.shape, have_all.cuts, want_all.cuts):
+    for n, s, t in zip(space.shape, have_all.splits, want_all.splits):
         if s == t or not s:
             continue
         if not t:
@@ -53,7 +53,7 @@ def moving_axes(space: Space, have_all: Facts, want_all: Facts) -> tuple[tuple[i
 
 def alike(space: Space, have_all: Facts, want_all: Facts) -> bool:
     """True where every rank holds the same in both layouts."""
-    for n, s, t in zip(space.shape, have_all.cuts, want_all.cuts):
+    for n, s, t in zip(space.shape, have_all.splits, want_all.splits):
         if s == t:
             continue
         if not s or not t:
@@ -74,7 +74,7 @@ def one_shot(space: Space, have: Facts, want: Facts) -> Path:
         [S(0), S(0)] -> [S(0), S(1)] over = {1}: axis 0 comes first in both
         [S(0), S(0)] -> [R, S(0)]    over = {0, 1}
 
-    Input: layouts with the same Partial axes. Returns: no steps where the layouts cut alike; a slice where
+    Input: layouts with the same Partial axes. Returns: no steps where the layouts sharded alike; a slice where
     none must talk; an all-gather (after a slice) where all ranks along `over` want all that they hold together;
     else an all-to-all with split sizes.
     """
