@@ -23,8 +23,7 @@ from dtensor.intervals import chunk
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.redistribute.executor.run import redistribute_local
-from dtensor.spec import Spec, contiguous_stride, normalize_placements
-from dtensor.strides import dense, in_order
+from dtensor.spec import Spec, contiguous_stride, dense, in_order, normalize_placements
 from dtensor.tensor import DTensor
 from dtensor.tensor_methods.compiled import refuse_export
 

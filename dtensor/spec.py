@@ -33,8 +33,8 @@ from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 
 __all__ = [
-    "Distributed", "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "is_even", "may_be_empty",
-    "normalize_placements",
+    "Distributed", "LateSpec", "Spec", "TensorMeta", "contiguous_stride", "dense", "in_order",
+    "is_even", "may_be_empty", "normalize_placements", "stride_like",
 ]  # fmt: skip
 
 SHORT_DTYPES = {
@@ -417,3 +417,39 @@ class LateSpec(Spec):
     def settle(self, x: Any, call: str) -> Spec:
         """Bring `x`, which has this spec, up to date for `call`; gives the ordinary spec of its value."""
         raise NotImplementedError
+
+
+# ------------------------------------------------------------ the order of dims in memory
+def in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """`local` itself where its dims lie in memory in the order of `stride`, else a copy that does.
+
+    Views are decided by the global strides, so the local ones must agree with them.
+    """
+    if len(stride) != local.ndim:
+        return local
+    dims = [d for d in range(local.ndim) if local.shape[d] > 1]
+    asked = [local.stride(d) for d in sorted(dims, key=lambda d: -stride[d])]
+    if asked == sorted(asked, reverse=True):
+        return local
+    order = sorted(range(local.ndim), key=lambda d: (-stride[d], d))
+    back = sorted(range(local.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
+
+
+def dense(t: torch.Tensor) -> bool:
+    """True when the elements fill one block of memory, in some order of the dims."""
+    step = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != step:
+            return t.numel() == 0
+        step *= size
+    return True
+
+
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense global tensor whose dims lie in memory in the order of `local`'s."""
+    stride, step = [0] * local.ndim, 1
+    for d in sorted(range(local.ndim), key=lambda d: (local.stride(d), -d)):
+        stride[d] = step
+        step *= max(shape[d], 1)
+    return tuple(stride)

@@ -21,15 +21,13 @@ from dtensor.dispatch import handlers as _specials  # noqa: F401 - registers its
 from dtensor.dispatch import hit as _dispatch
 from dtensor.dispatch import late
 from dtensor.dispatch import miss as _dispatch_miss  # noqa: F401 - binds itself to dispatch
-from dtensor.dispatch import products as _products
 from dtensor.dispatch.materialized import GivenSpec, ViewOf, note_input, settled_spec, spec_to_compile
 from dtensor.errors import expect, explain_error, refuse_layout, short
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.redistribute.executor.run import known_move, remember_move
 from dtensor.rules.deferred import DeferredSpec
-from dtensor.spec import Spec, normalize_placements
-from dtensor.strides import in_order
+from dtensor.spec import Spec, in_order, normalize_placements
 from dtensor.tensor_methods import compiled as _compiled
 from dtensor.tensor_methods import memory as _memory
 from dtensor.tensor_methods.autograd import (
@@ -470,8 +468,6 @@ class _ViewOutput(DTensor):
 
 
 late.give(DTensor=DTensor, new=new)
-_products.see_whole(True)
-_memory.refuse_dlpack(DTensor)
 _get_item = torch.Tensor.__getitem__
 _set_item = torch.Tensor.__setitem__
 _get_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]

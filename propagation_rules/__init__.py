@@ -13,6 +13,7 @@ from dtensor.folders import also_called
 
 also_called(__name__)
 
+from dtensor import torch_changes
 from dtensor.rules.registry import built_in, rules_are_loaded
 
 with built_in():
@@ -20,3 +21,4 @@ with built_in():
         if not _module.startswith("__") and _module not in ("build", "proof"):
             importlib.import_module(f"{__name__}.{_module}")
 rules_are_loaded()
+torch_changes.apply("rules")

@@ -20,8 +20,7 @@ from dtensor.redistribute.executor.run import resolved
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, is_inplace, register
 from dtensor.rules.rule import Kernel, Rule, passes
-from dtensor.spec import Spec
-from dtensor.strides import in_order
+from dtensor.spec import Spec, in_order
 
 from .build.exchange import Places, Run, axes_of, backwards, divides, exchange, places
 from .build.exchange_rules import MOVES, exchanged, exchanging, rearranged, traffic

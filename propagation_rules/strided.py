@@ -17,8 +17,7 @@ import torch
 from dtensor.errors import LayoutError, explain_error
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, passes
-from dtensor.spec import Spec, contiguous_stride
-from dtensor.strides import dense, in_order
+from dtensor.spec import Spec, contiguous_stride, dense, in_order
 
 from .build.labelled import labelled
 

@@ -23,7 +23,7 @@ import torch
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.registry import Call, register
 from dtensor.rules.rule import Rule, linear
-from dtensor.strides import in_order
+from dtensor.spec import in_order
 
 from .build.empty_shards import zeros_of
 from .build.exchange import Places, Run, axes_of, exchange, places, row

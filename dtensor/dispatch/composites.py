@@ -27,6 +27,7 @@ from dtensor.dispatch import late
 from dtensor.dispatch.call import flat, is_dtensor, replicated_on
 from dtensor.errors import MeshError, MixedTensorError, explain_error
 from dtensor.placement import Placement, Replicate, Shard
+from dtensor.torch_changes import library, undoing
 
 __all__ = [
     "MAX", "MEAN", "SUM", "Rows", "bag_arguments", "bag_in_parts", "bags_of", "by_width_only", "catch",
@@ -37,6 +38,7 @@ aten = torch.ops.aten
 SUM, MEAN, MAX = range(3)
 
 _libraries: dict[str, torch.library.Library] = {}
+_caught: dict[str, Callable[..., Any]] = {}
 
 
 def instead_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -66,8 +68,23 @@ def catch(name: str, call: Callable[..., Any]) -> None:
         torchs = partial(op.redispatch, keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), *args, **kwargs)
         return call(torchs, args, kwargs) if any(map(is_dtensor, flat(args, kwargs))) else torchs()
 
-    library = _libraries.setdefault(space, torch.library.Library(space, "IMPL"))
-    library.impl(rest, kernel, "PythonTLSSnapshot", with_keyset=True)
+    _caught[name] = kernel
+    if _libraries:
+        _take(name)
+
+
+def install() -> None:
+    """Take the places of the ops that are caught."""
+    undoing(_libraries.clear)
+    for name in _caught:
+        _take(name)
+
+
+def _take(name: str) -> None:
+    space, _, rest = name.partition("::")
+    if space not in _libraries:
+        _libraries[space] = library(space)
+    _libraries[space].impl(rest, _caught[name], "PythonTLSSnapshot", with_keyset=True)
 
 
 @instead_of("aten::tensor_split.tensor_indices_or_sections")

@@ -26,8 +26,9 @@ from torch.nn.utils.rnn import PackedSequence
 from dtensor.dispatch.call import flat, is_dtensor
 from dtensor.dispatch.composites import catch
 from dtensor.dispatch.plain import COMPARED, CONSTANT, granted, only_numbers
+from dtensor.torch_changes import replace
 
-__all__ = ["FUNCTIONS", "OPS", "Listed"]
+__all__ = ["FUNCTIONS", "OPS", "Listed", "install"]
 
 _PLACES = "which places of the input each place of the output is made of, by their sizes and scales"
 OPS: dict[str, str] = {
@@ -102,7 +103,7 @@ def _replace(name: str, listed: Listed) -> None:
     functools.update_wrapper(made, original)
     for holder in (place, sys.modules[home.rpartition(".")[0]]):  # a package may hand on what its module has
         if getattr(holder, function, None) is original:
-            setattr(holder, function, made)
+            replace(holder, function, made)
 
 
 def _grant(listed: Listed, arguments: dict[str, Any]) -> AbstractContextManager[None]:
@@ -121,5 +122,9 @@ def _tensors_of(a: Any) -> Any:
 
 for _name in " ".join(OPS).split():
     _catch_op(_name)
-for _name, _listed in FUNCTIONS.items():
-    _replace(_name, _listed)
+
+
+def install() -> None:
+    """Replace the listed functions by those that say what they are while they run."""
+    for name, listed in FUNCTIONS.items():
+        _replace(name, listed)

@@ -33,8 +33,7 @@ from dtensor.rules.choice import decide
 from dtensor.rules.decision import Decision
 from dtensor.rules.registry import find, rule_of
 from dtensor.rules.rule import Entry
-from dtensor.spec import Spec, TensorMeta
-from dtensor.strides import in_order
+from dtensor.spec import Spec, TensorMeta, in_order
 
 __all__ = ["base_entry", "plan_lists"]
 

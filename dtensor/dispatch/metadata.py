@@ -29,6 +29,7 @@ from dtensor.dispatch.call import Op, flat, is_dtensor, map_args
 from dtensor.rules.call import op_name
 from dtensor.rules.faults import depends_on_data
 from dtensor.spec import Spec, TensorMeta, contiguous_stride
+from dtensor.torch_changes import replace
 
 __all__ = ["Metas", "known_metas", "metas_by_running", "output_metas"]
 
@@ -129,7 +130,9 @@ def _device_of_call(tensor: Any) -> str:
     return str(getattr(_call, "device", None) or _device_hint(tensor))
 
 
-torch._meta_registrations.device_hint = _device_of_call
+def say_devices() -> None:
+    """Have torch's shape functions ask which device a call is for."""
+    replace(torch._meta_registrations, "device_hint", _device_of_call)
 
 
 def output_metas(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas | None:

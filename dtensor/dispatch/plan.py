@@ -27,8 +27,7 @@ from dtensor.rules.decision import Decision
 from dtensor.rules.deferred import Deferral
 from dtensor.rules.kernel import KernelContext
 from dtensor.rules.rule import Kernel
-from dtensor.spec import Spec
-from dtensor.strides import in_order
+from dtensor.spec import Spec, in_order
 
 __all__ = ["Execute", "Plan", "aliasing"]
 

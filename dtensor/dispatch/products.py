@@ -39,8 +39,9 @@ from dtensor.dispatch.decompositions import GaveUp, Trial
 from dtensor.rules.call import Call, op_name
 from dtensor.rules.decision import Decision
 from dtensor.spec import Spec, contiguous_stride, may_be_empty
+from dtensor.torch_changes import undoing
 
-__all__ = ["see_whole"]
+__all__ = ["install", "see_whole"]
 
 aten = torch.ops.aten
 Needs = tuple[bool, ...]
@@ -53,6 +54,12 @@ _watching = torch._C._len_torch_dispatch_stack
 _ABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Before, what is dispatched further by a kernel of this key may meet torch's own check that its own was run."""
 _local_linear: Callable[..., torch.Tensor] = torch._C._nn.linear
+
+
+def install() -> None:
+    """Run them whole from now on."""
+    see_whole(True)
+    undoing(lambda: see_whole(False))
 
 
 def see_whole(on: bool) -> None:

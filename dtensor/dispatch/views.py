@@ -30,8 +30,7 @@ from dtensor.dispatch.plan import aliasing
 from dtensor.placement import Replicate
 from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.rules.deferred import finish
-from dtensor.spec import Spec
-from dtensor.strides import in_order
+from dtensor.spec import Spec, in_order
 
 __all__ = [
     "Written", "carry_back", "has_moved", "late_specs", "settled", "whole", "with_deferred", "with_moved", "writable",

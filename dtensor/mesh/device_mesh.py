@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from dtensor import torch_changes
 from dtensor.comm.world import World, check_own, current_world, has_world
 from dtensor.errors import expect, short
 from dtensor.mesh.arguments import (
@@ -103,6 +104,7 @@ class DeviceMesh(MeshGroups):
             raise RuntimeError(
                 f"DeviceMesh: {short(ranks.tolist())} names rank {rank}, {bound}\n  fix: ranks of the world, from 0 on"
             )
+        torch_changes.apply("mesh")
         self._setup(device_type, flat, key, row_major(ranks.shape), names, world, _rank, None)
         self._overrides = tuple(backend_override) if backend_override else None
         if _init_backend:
@@ -456,6 +458,7 @@ def rebuild_mesh(
         )
     flat = np.arange(rank_map, dtype=np.int64) if isinstance(rank_map, int) else np.asarray(rank_map, dtype=np.int64)
     key: object = rank_map if isinstance(rank_map, int) else flat.tobytes()
+    torch_changes.apply("mesh")
     root = DeviceMesh.__new__(DeviceMesh)
     root._setup(device_type, flat, key, root_axes, root_names, world, rank if world is None else None, None)
     root._ready = ready and world is not None

@@ -20,8 +20,7 @@ from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor.redistribute.executor.run import Move, redistribute_local
 from dtensor.rules.deferred import DeferredSpec
-from dtensor.spec import Spec, contiguous_stride
-from dtensor.strides import dense, stride_like
+from dtensor.spec import Spec, contiguous_stride, dense, stride_like
 
 __all__ = [
     "FromLocal", "Redistribute", "ToLocal", "apply_move", "check_parts", "read_part", "redistributed", "transformed",

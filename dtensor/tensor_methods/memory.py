@@ -16,10 +16,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.utils.dlpack
 
+from dtensor.dispatch import late
 from dtensor.dispatch.call import plain_wrapper
 from dtensor.dispatch.materialized import settled_spec
 from dtensor.errors import LayoutError, explain_error
 from dtensor.spec import Distributed
+from dtensor.torch_changes import replace
 
 __all__ = [
     "apply_", "cuda_array", "data_ptr", "is_shared", "map_", "no_dlpack", "refuse_dlpack",
@@ -77,13 +79,14 @@ def _outside(call: str, x: Distributed) -> str:
     )  # fmt: skip
 
 
-def refuse_dlpack(kind: type) -> None:
-    """Make torch's functions that give a DLPack capsule, and ask no method of the tensor, refuse those of `kind`."""
+def refuse_dlpack() -> None:
+    """Make torch's functions that give a DLPack capsule, and ask no method of the tensor, refuse DTensors."""
+    kind = late.DTensor
     for home, name in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack")):
-        setattr(home, name, _refusing(getattr(home, name), kind))
+        replace(home, name, _refusing(getattr(home, name), kind))
     versioned = getattr(torch._C, "_to_dlpack_versioned", None)
     if versioned is not None:
-        setattr(torch._C, "_to_dlpack_versioned", _refusing(versioned, kind))  # noqa: B010
+        replace(torch._C, "_to_dlpack_versioned", _refusing(versioned, kind))
 
 
 def _refusing(make: Callable[..., object], kind: type) -> Callable[..., object]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dtensor.placement import Placement, Replicate, Shard
-from dtensor.strides import stride_like
+from dtensor.spec import stride_like
 from dtensor.tensor import DTensor
 
 from .axis import StyleAxis

@@ -20,7 +20,7 @@ from dtensor.distribute import distribute_module, distribute_tensor
 from dtensor.errors import SEE_INPUTS, short
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor.strides import stride_like
+from dtensor.spec import stride_like
 from dtensor.tensor import DTensor
 
 from .axis import Others, StyleAxis, style_axis

@@ -26,6 +26,7 @@ from dtensor.placement import Replicate
 from dtensor.redistribute.executor.run import redistribute_local
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
+from dtensor.torch_changes import undoing
 
 from .pending_gradients import settle, settle_gradients
 
@@ -36,7 +37,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         vars(optimizer).update(_gather_flat_grad=partial(_as_vector, optimizer), _add_grad=partial(_along, optimizer))
 
 
-register_optimizer_step_pre_hook(_before_step)
+def install() -> None:
+    """Settle gradients before every optimizer's step."""
+    undoing(register_optimizer_step_pre_hook(_before_step).remove)
 
 
 # ------------------------------------------------------------ optimizers of one long vector

@@ -27,6 +27,7 @@ from dtensor.comm.world import kept
 from dtensor.dispatch.materialized import note_written
 from dtensor.spec import Spec
 from dtensor.tensor import DTensor
+from dtensor.torch_changes import replace
 
 __all__ = ["on_local_tensors"]
 
@@ -111,7 +112,9 @@ def on_local_tensors(step: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _module in (adadelta, adagrad, adam, adamax, nadam, radam, rmsprop, sgd):
-    _name = f"_multi_tensor_{_module.__name__.rpartition('.')[2]}"
-    if (_step := getattr(_module, _name, None)) is not None:
-        setattr(_module, _name, on_local_tensors(_step))
+def install() -> None:
+    """Run foreach steps of torch's optimizers on local tensors where that is right."""
+    for module in (adadelta, adagrad, adam, adamax, nadam, radam, rmsprop, sgd):
+        name = f"_multi_tensor_{module.__name__.rpartition('.')[2]}"
+        if (step := getattr(module, name, None)) is not None:
+            replace(module, name, on_local_tensors(step))

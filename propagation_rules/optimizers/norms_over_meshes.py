@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad
 from dtensor.errors import MeshError
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.tensor import DTensor
+from dtensor.torch_changes import replace
 
 from .pending_gradients import settle
 
@@ -90,10 +91,9 @@ def clip_with_norm(
         _clip([with_grad[i] for i in at], max_norm, total_norm, foreach)
 
 
-for _module, _name, _ours in (
-    (clip_grad, "_get_total_norm", total_norm),
-    (clip_grad, "_clip_grads_with_norm_", clip_with_norm),
-    (utils, "get_total_norm", total_norm),
-    (utils, "clip_grads_with_norm_", clip_with_norm),
-):
-    setattr(_module, _name, _ours)
+def install() -> None:
+    """Measure and clip over any number of meshes."""
+    replace(clip_grad, "_get_total_norm", total_norm)
+    replace(clip_grad, "_clip_grads_with_norm_", clip_with_norm)
+    replace(utils, "get_total_norm", total_norm)
+    replace(utils, "clip_grads_with_norm_", clip_with_norm)

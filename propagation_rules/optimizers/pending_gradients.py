@@ -33,9 +33,9 @@ from dtensor.comm.world import kept
 from dtensor.placement import Partial, Placement, Replicate
 from dtensor.redistribute.cost_model import current_cost_model
 from dtensor.redistribute.executor.coalescing import all_reduce_together, redistribute_together
-from dtensor.spec import Spec
-from dtensor.strides import in_order
+from dtensor.spec import Spec, in_order
 from dtensor.tensor import DTensor
+from dtensor.torch_changes import replace
 
 __all__ = ["BUCKET", "settle", "settle_gradients"]
 
@@ -203,4 +203,7 @@ def _settling(group: Callable[..., Any]) -> Callable[..., Any]:
     return first_settle
 
 
-clip_grad._group_tensors_by_device_and_dtype = _settling(clip_grad._group_tensors_by_device_and_dtype)
+def install() -> None:
+    """Settle gradients before they are measured or clipped."""
+    name = "_group_tensors_by_device_and_dtype"
+    replace(clip_grad, name, _settling(getattr(clip_grad, name)))
