@@ -45,6 +45,7 @@ OPS: dict[str, str] = {
     "istft": "a window of ones",
     "ctc_loss.IntList": "the lengths of the targets, which are numbers",
     "multi_margin_loss multilabel_margin_loss_forward": "the numbers of the classes",
+    "scaled_dot_product_attention _scaled_dot_product_attention_math": "a causal mask, by the lengths",
 }
 """Ops of torch, and what their plain tensors are. Some are taken apart in C++, some in Python under a compiler."""
 

@@ -71,7 +71,7 @@ def _lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views that moved keep what they had when they were taken."""
-    monkeypatch.setattr("dtensor.dispatch.materialized._replay", lambda spec: spec.local)
+    monkeypatch.setattr("dtensor.dispatch.late.retake", lambda spec: spec.local)
 
 
 @pytest.mark.parametrize("breaks", [_lost, _stale])

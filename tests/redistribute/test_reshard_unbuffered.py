@@ -359,7 +359,7 @@ def test_on_gloo_processes() -> None:
     outcome = run_ranks(4, cases, timeout=100)
     outcome.check()
     kinds = outcome.results["agrees_on_gloo"]
-    assert kinds[0] == kinds[1] == kinds[2] == kinds[3] and kinds[0]["all_gather"] > 10 and kinds[0]["all_to_all"] > 20
+    assert kinds[0] == kinds[1] == kinds[2] == kinds[3] and kinds[0]["all_gather"] > 10 and kinds[0]["all_to_all"] > 10
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (1, 9, 2), (1, 1), (300,), ()])
