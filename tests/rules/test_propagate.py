@@ -127,9 +127,9 @@ def test_composites_need_even_cuts_and_give_split_factors() -> None:
     start = State.start(rule)
     assert start.placement(((0, 1),), 0) is S0
     assert start.placement(((0, 1),), 1) is StridedShard(0, split_factor=4)
-    cut = start.cut(rule, 0, 2)
+    cut = start.sharded(rule, 0, 2)
     assert cut is not None and cut.placement(((0, 1),), 1) is StridedShard(0, split_factor=2)
-    assert start.cut(rule, 0, 3) is None and start.cut(rule, 1, 4) is None
+    assert start.sharded(rule, 0, 3) is None and start.sharded(rule, 1, 4) is None
 
 
 def test_the_local_sizes_are_known_of_every_rank() -> None:
@@ -144,8 +144,8 @@ def test_the_local_sizes_are_known_of_every_rank() -> None:
                 strict: State | None = State.start(whole)
                 for axis, k in enumerate(shape):
                     cut = split if axis == 0 else 0
-                    state = state and state.cut(rule, 0, k, cut)
-                    strict = strict and strict.cut(whole, 0, k, cut)
+                    state = state and state.sharded(rule, 0, k, cut)
+                    strict = strict and strict.sharded(whole, 0, k, cut)
                     held[axis] = StridedShard(0, split_factor=cut) if cut else S0
                 there = spec(mesh, (n,), *held)
                 sizes = {there.local_shape_of(c)[0] for c in itertools.product(*map(range, shape))}
