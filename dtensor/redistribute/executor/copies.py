@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from dtensor.comm.wire import packed
@@ -178,7 +179,11 @@ class Place:
                 out[to].copy_(part[of])
 
     def _index(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.arange(start, start + n, device=x.device) for start, n in self._runs])
+        if torch._C._len_torch_dispatch_stack():  # a trace writes ops down, and no numbers
+            return torch.cat([torch.arange(start, start + n, device=x.device) for start, n in self._runs])
+        starts, sizes = np.array(self._runs).T
+        steps = np.repeat(starts - sizes.cumsum() + sizes, sizes)
+        return torch.from_numpy(steps + np.arange(len(steps))).to(x.device)
 
 
 _Box = tuple[tuple[slice, ...], tuple[slice, ...]]
