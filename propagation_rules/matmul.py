@@ -109,18 +109,13 @@ def whole_scales(call: Call) -> Callable[..., Callable[..., object] | None] | No
     torch gathers numbers of the two, but where nothing is contracted it refuses fractions, and a shard may be
     empty although the tensor is not.
     """
-    if "alpha" not in call.arguments or not is_integral(call.inputs[0].dtype):
+    if "alpha" not in call.arguments or not is_exact(call.inputs[0].dtype):
         return None
 
     def run(*args: object, beta: float = 1, alpha: float = 1, **named: object) -> object:
         return call.op(*args, beta=int(beta), alpha=int(alpha), **named)
 
     return lambda ins, outs: run if any(map(is_empty_shard, ins[1:])) else None
-
-
-def is_integral(dtype: torch.dtype) -> bool:
-    """True for dtypes of whole numbers."""
-    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def addmv(call: Call) -> Rule:
@@ -134,7 +129,7 @@ def addmv(call: Call) -> Rule:
             return None
 
         def run(x: torch.Tensor, *_: object, beta: float = 1, **__: object) -> torch.Tensor:
-            beta = int(beta) if is_integral(x.dtype) else beta
+            beta = int(beta) if is_exact(x.dtype) else beta
             scaled = x * beta if beta else torch.zeros_like(x)
             return x.copy_(scaled) if inplace else scaled.expand(out.local_shape).to(out.dtype, copy=True)
 

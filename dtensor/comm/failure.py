@@ -29,7 +29,7 @@ import torch.distributed as dist
 from dtensor.errors import SEE_INPUTS, CollectiveError
 from dtensor.folders import users_frame
 
-__all__ = ["KEPT", "Place", "failed", "note", "recent", "users_line", "watchers"]
+__all__ = ["KEPT", "Place", "failed", "note", "recent", "watchers"]
 
 KEPT = 32
 """Collectives that are remembered."""
@@ -61,7 +61,7 @@ def note(place: Place, kind: str, x: torch.Tensor) -> None:
     """Remember that a collective is issued."""
     recent.append((place, kind, x.shape, x.dtype))
     if watchers:
-        text = f"{_text(place, kind, x.shape, x.dtype)}, from {users_line()}"
+        text = f"{_text(place, kind, x.shape, x.dtype)}, from {_programs_line()}"
         for watcher in tuple(watchers):
             watcher(text)
 
@@ -70,7 +70,7 @@ def failed(place: Place, kind: str, x: torch.Tensor, error: RuntimeError) -> Run
     """The error to raise for `error`, which the group raised when `kind` of `x` was issued or waited for."""
     if isinstance(error, CollectiveError) or type(x).__name__ in ("FakeTensor", "FunctionalTensor"):
         return error
-    line = users_line()
+    line = _programs_line()
     before = [_text(*entry[:2], entry[2], entry[3]) for entry in islice(reversed(recent), 1, 5)]
     text = str(error).strip().splitlines() or [type(error).__name__]
     facts = [
@@ -106,7 +106,7 @@ def _backend(place: Place) -> str:
 
 
 # ------------------------------------------------------------ the user's line
-def users_line() -> str:
+def _programs_line() -> str:
     """The innermost line on this thread's stack that is neither ours nor torch's; "" where there is none.
 
     A backward on an accelerator runs on a thread of torch's own, whose stack does not lead back to the program: then

@@ -395,11 +395,6 @@ class DeviceMesh(MeshGroups):
         return rebuild_mesh, (self._device_type, key, *place)
 
 
-def _current_mesh() -> DeviceMesh:
-    """`DeviceMesh.current()`."""
-    return DeviceMesh.current()
-
-
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],
